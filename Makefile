@@ -1,0 +1,79 @@
+# kvferry. `make help` lists what can be done here.
+#
+# All of it runs in .venv, made from constraints.txt on first use. A stamp file is written only after an install
+# went through: an interrupted set-up is taken up again, a finished one costs nothing the next time.
+
+SHELL := /bin/sh
+PORT ?= 8000
+PREFILL ?= 1
+DECODE ?= 1
+MODEL ?=
+ARGS ?=
+# Path or name of a Python >= 3.11, if the first one found is not the wanted one.
+PYTHON ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check --quiet
+INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
+CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
+
+.PHONY: help serve test lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make serve    the whole service on this machine, with the default model'
+	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
+	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
+	@echo 'make lint     ruff and mypy alone'
+	@echo 'make format   lets ruff lay out the code'
+	@echo 'make clean    removes .venv, caches and build products; the converted model stays'
+
+serve: $(VENV)/.ready-to-serve
+	@exec $(RUN) -m coordinator serve --port $(PORT) --prefill $(PREFILL) --decode $(DECODE) \
+	  $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+test: lint
+	@echo '== tests'
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready-to-test
+	@echo '== ruff check'
+	@$(RUN) -m ruff check .
+	@echo '== ruff format --check'
+	@$(RUN) -m ruff format --check .
+	@echo '== mypy --strict'
+	@$(RUN) -m mypy .
+
+format: $(VENV)/.ready-to-test
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+$(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
+	@echo '== installing what the tests need'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
+	@echo '== installing kvferry and the versions of constraints.txt into $(VENV) (about 2 GB, a minute or two the first time)'
+	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/bin/python:
+	@for python in $(CANDIDATES); do \
+	  if command -v "$$python" >/dev/null 2>&1 && \
+	     "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    echo "== making $(VENV) with $$("$$python" --version)"; \
+	    exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo 'kvferry needs Python 3.11 or newer with its venv module, and found none (looked for: $(strip $(CANDIDATES))).'; \
+	echo 'On Debian or Ubuntu: apt-get install python3 python3-venv. Or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3'; \
+	exit 1
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.so' -not -path './.git/*' -delete
