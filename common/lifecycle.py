@@ -1,0 +1,134 @@
+"""The life of a request and of its KV transfer: two tables, and nothing else decides a phase. Pure.
+
+Each process keeps its own view of a request and advances it by the same table; the stamps of the moves are the
+latency metrics (a duration is always taken inside one process). The owner of a phase is the process that holds
+the request, not a role. `python -m common.lifecycle` prints both tables as they stand in the README.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from common.errors import IllegalMove
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # in the coordinator's queue
+    QUEUED = "queued"  # given to a worker, not started
+    PREFILLING = "prefilling"  # its prompt is being computed, chunk by chunk
+    KV_READY = "kv_ready"  # prompt computed, first token out, KV still with the prefill worker
+    DECODE_READY = "decode_ready"  # KV verified at the decode worker, waiting for a place in the batch
+    DECODING = "decoding"
+    PREEMPTED = "preempted"  # put out of the batch for lack of blocks
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class TransferPhase(StrEnum):
+    OFFERED = "offered"
+    ACCEPTED = "accepted"
+    SENDING = "sending"
+    DELIVERED = "delivered"
+    REVOKED = "revoked"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+_ENDS = frozenset({Phase.FINISHED, Phase.ABORTED, Phase.FAILED})
+_OUT = _ENDS | {Phase.WAITING}  # an end, or back to the queue with the next attempt
+
+
+def _moves(*phases: Phase) -> frozenset[Phase]:
+    return frozenset(phases) | _OUT
+
+
+REQUEST_MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: _moves(Phase.QUEUED),
+    Phase.QUEUED: _moves(Phase.PREFILLING),
+    Phase.PREFILLING: _moves(Phase.KV_READY, Phase.DECODING),
+    Phase.KV_READY: _moves(Phase.DECODE_READY),
+    Phase.DECODE_READY: _moves(Phase.DECODING),
+    Phase.DECODING: _moves(Phase.PREEMPTED),
+    Phase.PREEMPTED: _moves(Phase.PREFILLING, Phase.DECODE_READY),
+    Phase.FINISHED: frozenset(),
+    Phase.ABORTED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+
+_T = TransferPhase
+_LOST = frozenset({_T.CANCELLED, _T.FAILED})
+TRANSFER_MOVES: dict[TransferPhase, frozenset[TransferPhase]] = {
+    _T.OFFERED: frozenset({_T.ACCEPTED, _T.REVOKED}) | _LOST,
+    _T.ACCEPTED: frozenset({_T.SENDING, _T.DELIVERED, _T.REVOKED}) | _LOST,
+    _T.SENDING: frozenset({_T.DELIVERED, _T.REVOKED}) | _LOST,
+    _T.REVOKED: frozenset({_T.OFFERED}) | _LOST,
+    _T.DELIVERED: frozenset(),
+    _T.CANCELLED: frozenset(),
+    _T.FAILED: frozenset(),
+}
+
+
+def is_end(phase: Phase) -> bool:
+    return phase in _ENDS
+
+
+class Life:
+    """One process's view of one request: its phase and how long it stood in each.
+
+    A move that the table does not hold raises `IllegalMove` and changes nothing.
+    """
+
+    __slots__ = ("_durations_s", "_since", "phase")
+
+    def __init__(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self._since = now
+        self._durations_s: dict[Phase, float] = {}
+
+    def move(self, to: Phase, now: float) -> None:
+        if to not in REQUEST_MOVES[self.phase]:
+            raise IllegalMove(f"a request cannot go from {self.phase} to {to}")
+        self._durations_s[self.phase] = self.seconds_in(self.phase, now)
+        self.phase = to
+        self._since = now
+
+    def seconds_in(self, phase: Phase, now: float) -> float:
+        """Seconds spent in `phase` so far, all visits together."""
+        before = self._durations_s.get(phase, 0.0)
+        return before + max(0.0, now - self._since) if phase is self.phase else before
+
+    def durations_s(self, now: float) -> dict[str, float]:
+        """Phase name to seconds, for the phases left and the present one unless it is an end."""
+        seen = {str(phase): seconds for phase, seconds in self._durations_s.items()}
+        if not is_end(self.phase):
+            seen[str(self.phase)] = self.seconds_in(self.phase, now)
+        return seen
+
+
+class TransferLife:
+    """One side's view of one transfer."""
+
+    __slots__ = ("phase",)
+
+    def __init__(self, phase: TransferPhase = TransferPhase.OFFERED) -> None:
+        self.phase = phase
+
+    def move(self, to: TransferPhase) -> None:
+        if to not in TRANSFER_MOVES[self.phase]:
+            raise IllegalMove(f"a transfer cannot go from {self.phase} to {to}")
+        self.phase = to
+
+
+def tables_as_markdown() -> str:
+    lines = ["| request | may go to |", "|---|---|"]
+    lines += [f"| {p} | {', '.join(q for q in Phase if q in to) or '–'} |" for p, to in REQUEST_MOVES.items()]
+    lines += ["", "| transfer | may go to |", "|---|---|"]
+    lines += [
+        f"| {p} | {', '.join(q for q in TransferPhase if q in to) or '–'} |" for p, to in TRANSFER_MOVES.items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables_as_markdown())

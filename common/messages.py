@@ -1,0 +1,459 @@
+"""Every message between processes, and how it becomes bytes and back. Pure.
+
+A message on the wire is one msgpack map: the envelope (`v` version, `t` type, `from` worker or "coordinator",
+`inc` incarnation) and the fields of the dataclass named by `t`. Whatever comes in is checked by pydantic against
+that dataclass and bounded in size; another major version is refused, unknown fields of a newer minor are ignored.
+
+Why dataclasses: the pure objects make and read tens of thousands a second in a simulation, where only what
+arrives from a socket needs checking.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from common.errors import ProtocolViolation
+from common.request import Attempt, Incarnation, Key, Request, RequestId, TokenLogprobs, WorkerId
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+MAX_MESSAGE_BYTES = 1 << 20
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class AboutRequest(Message):
+    """Anything about one try at one request."""
+
+    id: RequestId
+    attempt: Attempt
+
+    @property
+    def key(self) -> Key:
+        return (self.id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Where a decode worker takes transfers: its control ROUTER and its data socket."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    control: str
+    data: str
+
+
+# ---------------------------------------------------------------- worker ↔ coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Message):
+    role: Role
+    fingerprint: dict[str, str | int | float | bool | None]
+    address: PeerAddress
+    channels: tuple[str, ...]
+    blocks_total: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    threads: int
+    pid: int
+    host: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Message):
+    max_model_len: int
+    heartbeat_interval_s: float
+    fronts: dict[str, str]  # front id → endpoint of its token PULL
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationRefused(Message):
+    field: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker has on its hands. `step_s` is its smoothed time of one step."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    blocks_free: int
+    blocks_held: int
+    blocks_cached: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    load: Load
+    progress_age_s: float  # since the model thread last finished something, 0 when it has nothing to do
+    live: tuple[tuple[RequestId, Attempt, str], ...]
+    last_seq: dict[str, int]  # front id → sequence number of the last Tokens sent to it
+    counters: dict[str, float]  # cumulative in this incarnation
+    histograms: dict[str, tuple[float, ...]]  # name → (sum, count, count per bucket …)
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck(Message):
+    """`known` is false when the coordinator has no registration of this incarnation: register again."""
+
+    known: bool
+    abort: tuple[tuple[RequestId, Attempt], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill(AboutRequest):
+    """Compute prompt and `output_ids` (tokens of earlier attempts), sample the next token, hand over to `target`."""
+
+    request: Request
+    output_ids: bytes
+    target: PeerAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(AboutRequest):
+    """Prefill locally and decode: collocated serving, or the next attempt where no prefill worker is left."""
+
+    request: Request
+    output_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rebind(AboutRequest):
+    target: PeerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(AboutRequest):
+    """The answer is complete (a stop string was found at the front): end as finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(AboutRequest):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started(AboutRequest):
+    """The decode worker holds the verified KV and owns the request now."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(AboutRequest):
+    """One worker's part in a request is over. Also the answer to `Stop` and `Abort`, with outcome "unknown" for
+    ids it does not hold. `handed_over` says that the request goes on elsewhere."""
+
+    outcome: Literal["finished", "aborted", "failed", "handed_over", "unknown"]
+    reason: str = ""
+    phase: str = ""
+    durations_s: dict[str, float] = field(default_factory=dict)
+    cached_tokens: int = 0
+    blocks: int = 0
+    transferred_bytes: int = 0
+    retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Message):
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole(Message):
+    role: Role
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(AboutRequest):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Later(AboutRequest):
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(AboutRequest):
+    reason: str
+
+
+# ---------------------------------------------------------------- worker ↔ worker
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(AboutRequest):
+    """P asks D for room. `num_tokens` prompt tokens (earlier output included) will have KV; `hashes` are the
+    16-byte prefix hashes of the complete blocks among them, one after the other."""
+
+    request: Request
+    output_ids: bytes
+    num_tokens: int
+    hashes: bytes
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accept(AboutRequest):
+    """D has room for the whole prompt; `wanted` are the block indices it does not hold already."""
+
+    wanted: tuple[int, ...]
+    credit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block(AboutRequest):
+    """Header of a data frame."""
+
+    index: int
+    part: int
+    checksum: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit(AboutRequest):
+    """Frames consumed (whatever became of them): their bytes are no longer in flight."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nack(AboutRequest):
+    indices: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handover(AboutRequest):
+    """The prompt is computed and its next token sampled: D may go on as soon as every block is there."""
+
+    output_ids: bytes
+    logprobs: TokenLogprobs | None
+    num_blocks: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered(AboutRequest):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke(AboutRequest):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(AboutRequest):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled(AboutRequest):
+    pass
+
+
+# ---------------------------------------------------------------- worker → front
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Tokens of one request from output index `first` on. `finish` ends it; `error` says why when it failed."""
+
+    id: RequestId
+    attempt: Attempt
+    first: int
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Message):
+    """One step's tokens for one front. `seq` counts this worker's messages to it, so a lost one shows."""
+
+    seq: int
+    rows: tuple[TokenRow, ...]
+
+
+# ---------------------------------------------------------------- front ↔ coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Message):
+    request: Request
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Message):
+    id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected(Message):
+    id: RequestId
+    error: str  # class name in common.errors
+    reason: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Message):
+    """Output tokens the front has accepted, contiguous, from index `first` on."""
+
+    id: RequestId
+    first: int
+    ids: tuple[int, ...]
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest(Message):
+    """The client left, or the front gives up: `reason` is counted."""
+
+    id: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest(Message):
+    """A stop string was found: the answer is complete."""
+
+    id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished(Message):
+    """Front to coordinator: the last token was accepted."""
+
+    id: RequestId
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded(Message):
+    """Coordinator to front: the request failed for good (`error` is a class name in common.errors)."""
+
+    id: RequestId
+    error: str
+    reason: str
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who a message comes from: the envelope's `from` and `inc`."""
+
+    name: str
+    incarnation: Incarnation
+
+
+def _leaves(cls: type[Message]) -> list[type[Message]]:
+    subclasses = cls.__subclasses__()
+    return [cls] if not subclasses else [leaf for sub in subclasses for leaf in _leaves(sub)]
+
+
+# A slotted dataclass is a second class of the same name: the later one wins.
+TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in _leaves(Message)}
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Message]:
+    return TypeAdapter(TYPES[name])
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as maps, field by field (dataclasses.asdict copies every leaf and takes four times as long)."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def encode(message: Message, sender: Sender) -> bytes:
+    """The message as it goes on the wire."""
+    body: dict[str, Any] = _plain(message)
+    envelope = {
+        "v": (PROTOCOL_MAJOR, PROTOCOL_MINOR),
+        "t": type(message).__name__,
+        "from": sender.name,
+        "inc": sender.incarnation,
+    }
+    packed = msgpack.packb({**envelope, **body})
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def decode(data: bytes | memoryview) -> tuple[Sender, Message]:
+    """Checks and reads one message.
+
+    Raises ProtocolViolation for anything that is not a whole, valid message of our protocol major.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolViolation(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        body = msgpack.unpackb(data, max_map_len=100_000, max_array_len=400_000)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolViolation(f"not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolViolation("not a map")
+    return _sender(body), _message(body)
+
+
+def _sender(body: dict[Any, Any]) -> Sender:
+    version, name, incarnation = body.get("v"), body.get("from"), body.get("inc")
+    if not isinstance(version, list) or len(version) != 2 or version[0] != PROTOCOL_MAJOR:
+        raise ProtocolViolation(f"protocol version {version!r}, ours is {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or not isinstance(incarnation, int):
+        raise ProtocolViolation("envelope without a valid `from` and `inc`")
+    return Sender(name, Incarnation(incarnation))
+
+
+def _message(body: dict[Any, Any]) -> Message:
+    name = body.get("t")
+    if not isinstance(name, str) or name not in TYPES:
+        raise ProtocolViolation(f"unknown message type {str(name)[:50]!r}")
+    try:
+        return _adapter(name).validate_python(body)
+    except (ValidationError, RecursionError) as error:
+        raise ProtocolViolation(f"invalid {name}: {_first_fault(error)}") from error
+
+
+def _first_fault(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_input=False, include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return type(error).__name__
+
+

@@ -1,0 +1,99 @@
+"""A request: who it is, what it asks for, how its token ids are packed. Pure.
+
+`request_id` is minted by the coordinator and is unique for ever; `attempt` rises with every dispatch and names
+one try at it; `incarnation` names one life of a worker process. All three travel on every message, and the
+highest attempt wins everywhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+Attempt = NewType("Attempt", int)
+WorkerId = NewType("WorkerId", str)
+Incarnation = NewType("Incarnation", int)
+FrontId = NewType("FrontId", str)
+
+Key = tuple[RequestId, Attempt]
+"""One try at one request: what tables of live work are keyed by."""
+
+_ATTEMPTS_PER_EPOCH = 1 << 32
+
+
+def first_attempt_of_epoch(epoch_s: int) -> Attempt:
+    """Attempts of a coordinator started at `epoch_s` (whole seconds since 1970) rise from here.
+
+    A restarted coordinator has a later epoch, so each of its attempts fences all of the old one's.
+    """
+    return Attempt(epoch_s * _ATTEMPTS_PER_EPOCH)
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as they travel: a binary array of little-endian int32."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when the answer ends. A token is a function of this and the tokens before it.
+
+    `seed` is always set (minted when the user gave none). `end_token_ids` end the answer and are masked while
+    fewer than `min_tokens` tokens are out: the model's end ids unless the user ignores them, and the user's own.
+    `logprobs` is `None` (not asked) or how many alternatives to report beside the chosen token.
+    """
+
+    max_tokens: int
+    seed: int = 0
+    child: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`)."""
+
+    request_id: RequestId
+    prompt_ids: bytes
+    sampling: SamplingParams
+    front: FrontId
+    priority: int = 0
+    tier: str = "default"
+    tenant: str = ""
+    cache_salt: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) // 4
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and longest answer together."""
+        return self.prompt_tokens + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one output token: its own, and the best alternatives as (id, log-probability)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
