@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check --quiet
+PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
@@ -31,7 +31,7 @@ help:
 	@echo 'make clean    removes .venv, caches and build products; the converted model stays'
 
 serve: $(VENV)/.ready-to-serve
-	@exec $(RUN) -m coordinator serve --port $(PORT) --prefill $(PREFILL) --decode $(DECODE) \
+	@exec $(RUN) -m coordinator.cli serve --port $(PORT) --prefill $(PREFILL) --decode $(DECODE) \
 	  $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: lint
@@ -52,12 +52,12 @@ format: $(VENV)/.ready-to-test
 
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
 	@echo '== installing what the tests need'
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]' | grep -v '^Requirement already'
 	@touch $@
 
 $(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo '== installing kvferry and the versions of constraints.txt into $(VENV) (about 2 GB, a minute or two the first time)'
-	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install --quiet -c constraints.txt setuptools
 	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e .
 	@touch $@
 

@@ -285,7 +285,8 @@ class Cancelled(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Tokens of one request from output index `first` on. `finish` ends it; `error` says why when it failed."""
+    """Tokens of one request from output index `first` on. `finish` ends it. `cached_tokens`, in an attempt's first
+    row, says how many prompt tokens came from a prefix cache."""
 
     id: RequestId
     attempt: Attempt
@@ -293,6 +294,7 @@ class TokenRow:
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,13 +380,12 @@ class Sender:
     incarnation: Incarnation
 
 
-def _leaves(cls: type[Message]) -> list[type[Message]]:
-    subclasses = cls.__subclasses__()
-    return [cls] if not subclasses else [leaf for sub in subclasses for leaf in _leaves(sub)]
-
-
-# A slotted dataclass is a second class of the same name: the later one wins.
-TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in _leaves(Message)}
+_BASES = (Message, AboutRequest)
+TYPES: dict[str, type[Message]] = {
+    name: cls
+    for name, cls in list(globals().items())
+    if isinstance(cls, type) and issubclass(cls, Message) and cls not in _BASES
+}
 
 
 @cache
