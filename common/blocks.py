@@ -1,0 +1,114 @@
+"""The KV blocks of one worker: which are free, held, or cached for their content. Pure.
+
+    free ──allocate──▶ held ──release──▶ free            (content unknown)
+                        │  ▲
+                 publish│  │acquire (a prefix hit)
+                        ▼  │
+                       held, with a hash ──release──▶ cached ──evicted by allocate──▶ held
+
+Each block is in exactly one of the three; free + held + cached = total always. A held block may have several
+holders (a shared prefix); blocks with more than one are never written, because only whole, computed blocks are
+ever published and a prefix hit stops before the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Bookkeeping by block id; knows no bytes. Cached blocks are evicted least recently used first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.total = num_blocks
+        self._holders = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: dict[int, None] = {}  # in order of release, oldest first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` could give now."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with unknown content and one holder, or None when there are not so many."""
+        if count > self.available:
+            return None
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._holders[block] = 1
+        return blocks
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest contiguous prefix of `hashes`. Holds nothing: see `acquire`."""
+        found = []
+        for content in hashes:
+            block = self._by_hash.get(content)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """One more holder for each of `blocks`, which are held or cached."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._cached[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder fewer for each. The tail of a sequence is evicted before its head, so hits stay long."""
+        for block in reversed(blocks):
+            assert self._holders[block] > 0, f"block {block} released more often than held"
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if self._hash[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block: int, content: bytes) -> None:
+        """Says what a held, completely computed block contains. The first block of a content stays its name."""
+        assert self._holders[block] > 0
+        if content not in self._by_hash and self._hash[block] is None:
+            self._hash[block] = content
+            self._by_hash[content] = block
+
+    def forget_cached(self) -> None:
+        """Drops all content nobody holds."""
+        while self._cached:
+            self._free.append(self._evict())
+
+    def check(self) -> None:
+        """Asserts that every block is in exactly one place."""
+        for block in range(self.total):
+            places = (self._holders[block] > 0) + (block in self._cached)
+            assert places <= 1, f"block {block} is held and cached"
+        assert len(set(self._free)) == len(self._free)
+        assert not any(self._holders[b] or b in self._cached for b in self._free)
+        assert self.free + self.held + self.cached == self.total
+        assert all(self._hash[block] == content for content, block in self._by_hash.items())
+
+    def _evict(self) -> int:
+        block = next(iter(self._cached))
+        del self._cached[block]
+        content = self._hash[block]
+        assert content is not None
+        self._hash[block] = None
+        del self._by_hash[content]
+        return block
