@@ -1,0 +1,66 @@
+"""The seam between HTTP and the cluster: what the HTTP front may ask, as coroutines and plain data.
+
+`coordinator/service.py` implements it over the pure coordinator and the sockets; `coordinator/http_api.py` uses
+nothing else. More fronts later is a matter of implementing this over a wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.messages import FinishReason
+from common.request import Request, RequestId, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New output tokens of one request, in order, none missing, none twice.
+
+    `logprobs` has one entry per id when they were asked for. `finish` is set on the last delta (which may have no
+    ids). `cached_tokens` is the number of prompt tokens found in prefix caches, known from the first delta on.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish: FinishReason | None
+    cached_tokens: int
+
+
+class TokenStream(Protocol):
+    """The answer to one submitted request."""
+
+    request_id: RequestId
+
+    async def next(self) -> TokenDelta:
+        """Waits for the next delta. Raises RequestFailed (or another KvferryError) when the request failed for
+        good; never waits without a limit. Not to be called after a delta with `finish`."""
+
+    def stop(self) -> None:
+        """A stop string was found: the answer is complete, what comes later is thrown away. Idempotent."""
+
+    def cancel(self, reason: str) -> None:
+        """The client left or the front gives up. Idempotent, does nothing after the end."""
+
+
+class Gateway(Protocol):
+    def mint_id(self, prefix: str) -> RequestId:
+        """A new id, unique for ever: `chatcmpl-…` or `cmpl-…`."""
+
+    async def submit(self, request: Request, deadline_s: float | None = None) -> TokenStream:
+        """Raises NotAdmitted (429, with retry_after_s), NoWorker (503), BadRequest (400: can never fit)."""
+
+    def max_model_len(self) -> int | None:
+        """Longest prompt + answer that any pair of workers could hold; None while no worker is registered."""
+
+    def health(self) -> str | None:
+        """None when a request could be served now, else the reason why not."""
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Rows of `GET /admin/workers` (contract)."""
+
+    def timeline(self, request_id: str) -> dict[str, Any] | None:
+        """`GET /admin/requests/{id}`; None when the id is unknown or forgotten."""
+
+    def metrics_text(self) -> bytes:
+        """Prometheus text of the whole cluster."""
