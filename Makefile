@@ -52,7 +52,7 @@ format: $(VENV)/.ready-to-test
 
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
 	@echo '== installing what the tests need'
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]' | grep -v '^Requirement already'
+	@$(PIP) install -c constraints.txt --no-build-isolation --quiet -e '.[test]'
 	@touch $@
 
 $(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
