@@ -1,0 +1,295 @@
+"""The batching core: what both nodes share in forming a step's ragged batch out of sequences and blocks. Pure.
+
+A sequence is its token ids (prompt, then output) of which the first `num_computed` have KV. Whatever is left is
+what a step may compute, a chunk at a time; the row whose chunk reaches the last token samples the next one. So
+prefill, decode (one token left) and recompute after preemption are the same thing, and the nodes only differ in
+which sequences they let in and in what order.
+
+    tokens   p p p p p p p p p p o o o        prompt_len = 10, three tokens out
+    KV       ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ·        num_computed = 12: this is a decode row, one query token
+    blocks   [   7   ][   2   ][   9   ][ 4    taken whole for the prompt, then one by one
+
+Who frees what: `free` is the only place that gives a sequence's blocks back, and it does nothing while the
+sequence stands in a batch that is out; `finish` calls it again when the batch is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.blocks import BlockPool
+from common.lifecycle import Life, Phase
+from common.prefix import extend_chain, seed_hash
+from common.request import Attempt, Key, Request, SamplingParams, TokenLogprobs, unpack_ids
+
+NO_SLOT = -1
+
+
+class Sequence:
+    """One request on this worker."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "cached_tokens",
+        "chain",
+        "in_batch",
+        "key",
+        "life",
+        "max_outputs",
+        "num_computed",
+        "order",
+        "over",
+        "preemptions",
+        "prompt_len",
+        "published",
+        "request",
+        "seed",
+        "slot",
+        "start_len",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, attempt: Attempt, output_ids: bytes, arrival: int, phase: Phase, now: float
+    ) -> None:
+        self.request = request
+        self.key: Key = (request.request_id, attempt)
+        self.tokens = unpack_ids(request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.tokens += unpack_ids(output_ids)
+        self.start_len = len(self.tokens)
+        self.max_outputs = request.sampling.max_tokens
+        self.num_computed = 0
+        self.cached_tokens = 0
+        self.blocks: list[int] = []
+        self.chain: list[bytes] = []
+        self.seed = b""
+        self.published = 0
+        self.slot = NO_SLOT
+        self.in_batch = False
+        self.over = False
+        self.preemptions = 0
+        self.arrival = arrival
+        self.order = (request.priority, arrival)
+        self.life = Life(phase, now)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def left(self) -> int:
+        """Tokens without KV."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A slot of the runner that stands for another sequence from this batch on."""
+
+    slot: int
+    tokens: Seq[int]
+    prompt_len: int
+    blocks: Seq[int]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: a delta of the runner's slots, then one row per sequence that computes.
+
+    `token_ids` is flat: row i has `counts[i]` of them, starting at absolute position `starts[i]`.
+    """
+
+    joined: list[Joined] = field(default_factory=list)
+    grown: list[tuple[int, list[int]]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    rows: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class RowResult(Protocol):
+    """What the runner says of one row: no ids where the row does not sample."""
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None: ...
+
+
+class BatchingCore:
+    """Blocks, slots and rows. Holds no policy: callers decide who is placed, chunked, grown or freed."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool,
+        fingerprint: str,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_caching = prefix_caching
+        self._fingerprint = fingerprint
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._joining: dict[int, Sequence] = {}
+        self._growing: dict[int, list[int]] = {}
+        self._leaving: list[int] = []
+        self._arrivals = 0
+        self._batch = Batch()
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------ blocks
+
+    def hash_prompt(self, seq: Sequence) -> list[bytes]:
+        """Prefix hashes of the complete blocks of everything the sequence holds."""
+        if self.prefix_caching:
+            seq.seed = seq.seed or seed_hash(self._fingerprint, seq.request.cache_salt)
+            extend_chain(seq.chain, seq.seed, seq.tokens, self.block_size)
+        return seq.chain
+
+    def reserve(self, seq: Sequence, *, num_tokens: int, usable_hits: int) -> bool:
+        """Takes blocks for `num_tokens` tokens, whole or not at all. False is "later".
+
+        Blocks of a cached prefix count, but not past `usable_hits` tokens.
+        """
+        assert not seq.blocks
+        hits = self.pool.match(self.hash_prompt(seq)[: usable_hits // self.block_size])
+        self.pool.acquire(hits)
+        fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(hits))
+        if fresh is None:
+            self.pool.release(hits)
+            return False
+        seq.blocks = hits + fresh
+        seq.num_computed = seq.cached_tokens = len(hits) * self.block_size
+        seq.published = len(hits)
+        return True
+
+    def grow(self, seq: Sequence) -> bool:
+        """Makes room for the KV of every token the sequence holds. False is "no block left"."""
+        missing = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
+        if missing <= 0:
+            return True
+        fresh = self.pool.allocate(missing)
+        if fresh is None:
+            return False
+        seq.blocks += fresh
+        if seq.slot != NO_SLOT and seq.slot not in self._joining:
+            self._growing.setdefault(seq.slot, []).extend(fresh)
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        """Offers the sequence's complete, computed blocks to the prefix cache."""
+        complete = seq.num_computed // self.block_size
+        if not self.prefix_caching or complete <= seq.published:
+            return
+        self.hash_prompt(seq)
+        for index in range(seq.published, complete):
+            self.pool.publish(seq.blocks[index], seq.chain[index])
+        seq.published = complete
+
+    def free(self, seq: Sequence) -> None:
+        """Gives back slot and blocks, unless the sequence stands in a batch that is out (then `finish` does)."""
+        if seq.in_batch:
+            return
+        self._drop_slot(seq)
+        blocks, seq.blocks = seq.blocks, []
+        self.pool.release(blocks)
+        seq.num_computed = seq.published = 0
+
+    # ------------------------------------------------------------ slots
+
+    def place(self, seq: Sequence) -> None:
+        """Gives the sequence a slot of the runner; the next batch tells the runner so."""
+        seq.slot = self._free_slots.pop()
+        self._joining[seq.slot] = seq
+
+    def _drop_slot(self, seq: Sequence) -> None:
+        if seq.slot == NO_SLOT:
+            return
+        if self._joining.pop(seq.slot, None) is None:
+            self._leaving.append(seq.slot)
+        self._growing.pop(seq.slot, None)
+        self._free_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+
+    # ------------------------------------------------------------ one step
+
+    def add_row(self, seq: Sequence, count: int) -> None:
+        """The next `count` tokens of `seq` stand in the batch being built."""
+        batch = self._batch
+        start = seq.num_computed
+        batch.rows.append(seq)
+        batch.slots.append(seq.slot)
+        batch.starts.append(start)
+        batch.counts.append(count)
+        batch.samples.append(start + count == len(seq.tokens))
+        batch.token_ids += seq.tokens[start : start + count]
+        seq.in_batch = True
+
+    def add_decode_rows(self, seqs: Seq[Sequence]) -> None:
+        """The same for sequences with one token left each, in one go."""
+        batch = self._batch
+        for seq in seqs:
+            batch.slots.append(seq.slot)
+            batch.starts.append(seq.num_computed)
+            batch.token_ids.append(seq.tokens[-1])
+            seq.in_batch = True
+        batch.rows += seqs
+        batch.counts += [1] * len(seqs)
+        batch.samples += [True] * len(seqs)
+
+    def take_batch(self) -> Batch | None:
+        """The batch built since the last call, with what changed in the slots; None when no row computes."""
+        if not self._batch.rows:
+            return None
+        batch, self._batch = self._batch, Batch()
+        batch.left, self._leaving = self._leaving, []
+        batch.grown = [(slot, blocks) for slot, blocks in self._growing.items()]
+        batch.joined = [
+            Joined(slot, tuple(seq.tokens), seq.prompt_len, tuple(seq.blocks), seq.request.sampling)
+            for slot, seq in self._joining.items()
+        ]
+        self._growing = {}
+        self._joining = {}
+        return batch
+
+    def computed(self, seq: Sequence, count: int) -> None:
+        """A row of `count` tokens is back."""
+        seq.in_batch = False
+        seq.num_computed += count
+        if seq.num_computed // self.block_size > seq.published:
+            self.publish(seq)
+
+
+def finish_reason(seq: Sequence, token: int) -> str | None:
+    """Whether the answer ends with `token`, just appended to `seq`: "stop", "length", or None."""
+    if token in seq.request.sampling.end_token_ids:
+        return "stop"
+    return "length" if len(seq.tokens) - seq.prompt_len >= seq.max_outputs else None

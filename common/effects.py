@@ -1,0 +1,61 @@
+"""What a pure object wants done: messages to send and frames to move, as data. Pure.
+
+Objects return lists of these; the engine around them (or the virtual cluster of the tests) carries them out in
+order. Nothing waits for an effect: whatever must be certain is asked for again by a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.messages import Message, PeerAddress
+from common.request import FrontId, Key, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ToCoordinator:
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Coordinator to a worker."""
+
+    worker: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToFront:
+    front: FrontId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToReceiver:
+    """Prefill worker to the decode worker it sends KV to."""
+
+    target: PeerAddress
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToSender:
+    """Decode worker back to the prefill worker that offered."""
+
+    worker: WorkerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlock:
+    """Ship pool block `block` as block `index` of the transfer `key`."""
+
+    target: PeerAddress
+    key: Key
+    index: int
+    block: int
+
+
+Effect = ToCoordinator | ToWorker | ToFront | ToReceiver | ToSender | SendBlock
+"""`ToWorker` and the answers to a front come from the coordinator only, the others from workers only."""

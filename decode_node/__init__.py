@@ -1,0 +1,1 @@
+"""Who joins, steps, pauses and leaves this worker's batch, and running it."""

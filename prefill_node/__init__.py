@@ -1,0 +1,1 @@
+"""Which prompt chunks run next on this worker, and running them."""

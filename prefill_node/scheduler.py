@@ -1,0 +1,132 @@
+"""Which prompt chunks run in the next step. Pure.
+
+Rules: a prompt's blocks are reserved whole before its first chunk (so no prompt can hang half-way for lack of
+blocks); order is class, then arrival; chunks are packed in that order until the step's token budget is spent; a
+prompt that does not fit the free blocks lets smaller ones behind it pass, until it has waited `MAX_PASSES`
+admissions: from then on nobody overtakes it. Computed prompts are held, with their blocks, until the transfer
+says that they were delivered or are not wanted any more.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common.batching import Batch, BatchingCore, RowResult, Sequence, finish_reason
+from common.lifecycle import Phase
+from common.request import Attempt, Key, Request, TokenLogprobs
+
+MAX_PASSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one row of a finished step came to. `token` is set when the prompt is complete."""
+
+    seq: Sequence
+    token: int | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish: str | None
+
+
+class PrefillScheduler:
+    def __init__(self, core: BatchingCore) -> None:
+        self._core = core
+        self._seqs: dict[Key, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._passes: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def get(self, key: Key) -> Sequence | None:
+        return self._seqs.get(key)
+
+    def keys(self) -> list[Key]:
+        return list(self._seqs)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._seqs.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens this worker has accepted and not computed yet."""
+        return sum(seq.left for seq in self._waiting) + sum(seq.left for seq in self._prefilling)
+
+    def add(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence:
+        seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.QUEUED, now)
+        assert seq.key not in self._seqs
+        self._seqs[seq.key] = seq
+        insort(self._waiting, seq, key=lambda s: s.order)
+        return seq
+
+    def schedule(self, now: float) -> Batch | None:
+        self._admit(now)
+        budget = self._core.max_num_batched_tokens
+        for seq in self._prefilling:
+            if budget <= 0:
+                break
+            count = min(seq.left, budget)
+            self._core.add_row(seq, count)
+            budget -= count
+        return self._core.take_batch()
+
+    def _admit(self, now: float) -> None:
+        """Moves waiting prompts whose blocks fit into the running set, up to the slots."""
+        for seq in list(self._waiting):
+            if self._core.free_slots == 0:
+                return
+            if self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
+                self._waiting.remove(seq)
+                self._passes.pop(seq.key, None)
+                self._core.place(seq)
+                seq.life.move(Phase.PREFILLING, now)
+                insort(self._prefilling, seq, key=lambda s: s.order)
+                continue
+            passes = self._passes[seq.key] = self._passes.get(seq.key, 0) + 1
+            if passes > MAX_PASSES:
+                return
+
+    def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
+        """Takes a step's results. Late results of ended sequences come to nothing but the blocks going back."""
+        outcomes = []
+        for seq, count, result in zip(batch.rows, batch.counts, results, strict=True):
+            if seq.over:
+                seq.in_batch = False
+                self._core.free(seq)
+                continue
+            self._core.computed(seq, count)
+            outcomes.append(self._sampled(seq, result, now) if result.ids else Outcome(seq, None, None, None))
+        return outcomes
+
+    def _sampled(self, seq: Sequence, result: RowResult, now: float) -> Outcome:
+        (token,) = result.ids
+        seq.tokens.append(token)
+        seq.life.move(Phase.KV_READY, now)
+        self._prefilling.remove(seq)
+        return Outcome(seq, token, result.logprobs, finish_reason(seq, token))
+
+    def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:
+        """Ends a sequence in whatever phase it is and frees it (after its step, if one is out). Idempotent."""
+        seq = self._seqs.pop(key, None)
+        if seq is None:
+            return None
+        if seq in self._waiting:
+            self._waiting.remove(seq)
+        if seq in self._prefilling:
+            self._prefilling.remove(seq)
+        self._passes.pop(key, None)
+        seq.over = True
+        seq.life.move(phase, now)
+        self._core.free(seq)
+        return seq

@@ -1,0 +1,165 @@
+"""The receiving side of KV transfers: what a decode worker has accepted and is still waiting for. Pure.
+
+    Offer ─▶ (the decode worker reserves) accept ─▶ ACCEPTED ─ Accept(wanted) ─▶
+    Block, checked ─▶ SENDING, copied by the engine into the reserved block ─ Credit ─▶
+    Handover and nothing missing ─▶ DELIVERED: `Ready` tells the decode worker, which answers Delivered
+    Cancel, no frame for `timeout_s`, revoke ─▶ CANCELLED or REVOKED: `Lost`, blocks go back
+
+The limit here is longer than the sender's, so the sender gives up first and its retry meets a clean table. A
+frame for anything but a live transfer from its own sender is consumed, credited and dropped: a late writer
+cannot touch a block, because only this worker writes its pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.effects import Effect, ToSender
+from common.lifecycle import TransferLife, TransferPhase
+from common.messages import Accept, Block, Credit, Handover, Nack, Revoke
+from common.request import Key, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Every block is verified and in place, and the first token is known."""
+
+    key: Key
+    handover: Handover
+
+
+@dataclass(slots=True)
+class _Incoming:
+    key: Key
+    sender: WorkerId
+    blocks: list[int]  # reserved pool blocks, by index; the first `len(hits)` were here already
+    wanted: tuple[int, ...]
+    missing: set[int]
+    progress: float
+    ask_at: float
+    life: TransferLife = field(default_factory=lambda: TransferLife(TransferPhase.ACCEPTED))
+    handover: Handover | None = None
+
+
+class TransferReceiver:
+    def __init__(
+        self, *, block_bytes: int, window_bytes: int = 8 << 20, retry_s: float = 1.0, timeout_s: float = 45.0
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._window_bytes = window_bytes
+        self._retry_s = retry_s
+        self._timeout_s = timeout_s
+        self._incoming: dict[Key, _Incoming] = {}
+        self._credits: dict[tuple[Key, WorkerId], list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._incoming
+
+    def keys(self) -> list[Key]:
+        return list(self._incoming)
+
+    def newest(self) -> Key | None:
+        """The transfer accepted last: the first to be revoked."""
+        return next(reversed(self._incoming), None)
+
+    def accept(
+        self, key: Key, sender: WorkerId, blocks: list[int], hits: int, num_blocks: int, now: float
+    ) -> list[Effect]:
+        """Takes up a transfer of `num_blocks` blocks into the reserved `blocks`, the first `hits` of them not
+        wanted because their content is here."""
+        assert key not in self._incoming and hits <= num_blocks <= len(blocks)
+        wanted = tuple(range(hits, num_blocks))
+        self._incoming[key] = _Incoming(
+            key, sender, blocks, wanted, set(wanted), progress=now, ask_at=now + self._retry_s
+        )
+        return self.answer_again(key)
+
+    def answer_again(self, key: Key) -> list[Effect]:
+        """The same answer to a repeated offer."""
+        incoming = self._incoming[key]
+        return [ToSender(incoming.sender, Accept(*key, incoming.wanted, self._window_bytes))]
+
+    def from_same_sender(self, key: Key, sender: WorkerId) -> bool:
+        return self._incoming[key].sender == sender
+
+    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
+        """A frame came; `good` says that size and checksum are right. Returns the pool block to copy it into at
+        once, or None to drop it. Its credit goes out with the next `flush`."""
+        self._credits.setdefault((header.key, sender), []).append(header.index)
+        incoming = self._incoming.get(header.key)
+        if incoming is None or incoming.sender != sender or header.index not in incoming.missing:
+            return None
+        incoming.progress = now
+        if incoming.life.phase is TransferPhase.ACCEPTED:
+            incoming.life.move(TransferPhase.SENDING)
+        if not good or header.part != 0:
+            return None
+        incoming.missing.discard(header.index)
+        return incoming.blocks[header.index]
+
+    def nack(self, header: Block, sender: WorkerId, reason: str) -> list[Effect]:
+        """Asks for a frame again that was not good."""
+        if header.key not in self._incoming:
+            return []
+        return [ToSender(sender, Nack(*header.key, (header.index,), reason))]
+
+    def handed_over(self, message: Handover, now: float) -> list[Effect]:
+        """The sender says it has sent all. Missing blocks may still be on their way (another socket): they are
+        asked for once nothing came for `retry_s`."""
+        incoming = self._incoming[message.key]
+        incoming.handover = message
+        incoming.ask_at = now + self._retry_s
+        return []
+
+    def ready(self) -> list[Ready]:
+        """Transfers that have become whole; they leave this table."""
+        whole = [i for i in self._incoming.values() if i.handover is not None and not i.missing]
+        events = []
+        for incoming in whole:
+            assert incoming.handover is not None
+            incoming.life.move(TransferPhase.DELIVERED)
+            del self._incoming[incoming.key]
+            events.append(Ready(incoming.key, incoming.handover))
+        return events
+
+    def drop(self, key: Key) -> bool:
+        """Forgets a transfer (cancelled, or its request ended). The caller frees the blocks."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is None:
+            return False
+        incoming.life.move(TransferPhase.CANCELLED)
+        return True
+
+    def revoke(self, key: Key, reason: str) -> list[Effect]:
+        """Gives the reservation up; the sender still has every block and may offer again."""
+        incoming = self._incoming.pop(key)
+        incoming.life.move(TransferPhase.REVOKED)
+        return [ToSender(incoming.sender, Revoke(*key, reason))]
+
+    def flush(self) -> list[Effect]:
+        """One Credit per transfer for the frames consumed since the last call."""
+        credits, self._credits = self._credits, {}
+        return [ToSender(sender, Credit(*key, tuple(indices))) for (key, sender), indices in credits.items()]
+
+    def expire(self, now: float) -> tuple[list[Effect], list[Key]]:
+        """Asks for lost frames; returns the transfers given up (already told to the sender)."""
+        effects: list[Effect] = []
+        lost: list[Key] = []
+        for incoming in list(self._incoming.values()):
+            if now - incoming.progress >= self._timeout_s:
+                effects += self.revoke(incoming.key, f"no frame for {self._timeout_s:g} s")
+                lost.append(incoming.key)
+            elif now >= incoming.ask_at and incoming.handover is not None:
+                incoming.ask_at = now + self._retry_s
+                if now - incoming.progress >= self._retry_s:
+                    missing = tuple(sorted(incoming.missing))
+                    effects.append(ToSender(incoming.sender, Nack(*incoming.key, missing, "did not arrive")))
+        return effects, lost
+
+    def next_deadline(self) -> float | None:
+        times = [i.progress + self._timeout_s for i in self._incoming.values()]
+        times += [i.ask_at for i in self._incoming.values() if i.handover is not None]
+        return min(times, default=None)
