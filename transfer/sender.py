@@ -125,16 +125,21 @@ class TransferSender:
         self._outgoing[offer.key] = out
         return [ToReceiver(target, offer)]
 
-    def blocks_computed(self, key: Key, count: int) -> None:
-        """The first `count` blocks of the prompt have all their KV."""
+    def blocks_computed(self, key: Key, count: int, now: float) -> None:
+        """The first `count` blocks of the prompt have all their KV. Counts as progress: the limit is for a peer
+        that does not move, not for a long prompt."""
         out = self._outgoing.get(key)
         if out is not None:
             out.computed = max(out.computed, count)
+            out.progress = now
 
     def prompt_computed(self, handover: Handover, now: float) -> list[Effect]:
         """The whole prompt is computed: hand over as soon as the blocks are out."""
-        out = self._outgoing[handover.key]
+        out = self._outgoing.get(handover.key)
+        if out is None:
+            return []
         out.handover = handover
+        out.progress = now
         out.computed = len(out.blocks)
         return self._hand_over_if_sent(out, now)
 

@@ -1,0 +1,347 @@
+"""Every setting of every process, declared once.
+
+    ProcessSettings                what each process has
+    ├── EngineSettings             how a worker computes and keeps its cache
+    │   └── WorkerSettings         … and where it belongs: `kvferry prefill`, `kvferry decode`
+    ├── CoordinatorSettings        HTTP, queue, limits: `kvferry coordinator`
+    └── ServeSettings              both of them and how many workers: `kvferry serve`
+
+The `parse_…` functions are called by a `__main__` with its command line; what lies below gets the values it
+needs and reads no settings, files or environment of its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from common.flags import flag, parse, parse_bytes, visible_fields
+
+
+def _checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    for key in keys:
+        if not key.isprintable() or re.search(r"[\s,]", key) or not key:
+            raise ValueError("a key has no blanks and no commas")
+    return keys
+
+
+def _read_keys(paths: object) -> object:
+    """Paths of key files → the keys in them, so that a file is read once, at the entry point."""
+    if isinstance(paths, str):
+        paths = [paths]
+    if not isinstance(paths, list):
+        return paths
+    try:
+        lines = [line.strip() for path in paths for line in Path(path).read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read it: {error}") from error
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Keys = Annotated[tuple[str, ...], AfterValidator(_checked_keys)]
+KeysOfFiles = Annotated[tuple[str, ...], BeforeValidator(_read_keys), AfterValidator(_checked_keys)]
+WorkerRole = Literal["prefill", "decode"]
+
+WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
+
+DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
+DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
+API_KEY_VARIABLE = "KVFERRY_API_KEY"
+
+NO_KEYS_YET = (
+    "is not on this machine's loopback: sockets between machines need CURVE keys, which come with a later "
+    "release; bind and connect to 127.0.0.1"
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Tier(_Strict):
+    """A class of service: `[tiers.NAME]` of the file. Targets that are absent are not promised."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    itl_ms: float | None = Field(default=None, gt=0)
+    priority: int = 0
+    weight: float = Field(default=1, gt=0)
+    max_queue: int = Field(default=256, ge=1)
+
+
+class ProcessSettings(_Strict):
+    model: str | None = flag(
+        None,
+        f"folder or hub id of a Hugging Face model; absent: {DEFAULT_MODEL_NAME}, fetched on first use",
+        "model",
+        metavar="MODEL",
+    )
+    seed: int | None = flag(
+        None,
+        "start of the seeds given to requests that bring none; absent: from the clock",
+        "model",
+        ge=0,
+        lt=2**63,
+    )
+    shutdown_timeout: float = flag(
+        30.0,
+        "seconds that running requests get to finish after SIGTERM or Ctrl-C",
+        "process",
+        ge=0,
+        metavar="SECONDS",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "info", "least severity of log lines", "process"
+    )
+    parent_fd: int | None = flag(None, "read end of the launcher's pipe", "process", hidden=True, ge=0)
+
+
+class EngineSettings(ProcessSettings):
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(
+        "auto", "of weights and cache; auto: as stored", "model"
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: a GPU if any", "model")
+    max_model_len: int | None = flag(
+        None, "longest prompt and answer together; absent: the model's own limit", "engine", ge=1
+    )
+    max_num_seqs: int = flag(64, "requests that run at once on one worker", "engine", ge=1, le=4096)
+    max_num_batched_tokens: int = flag(
+        512, "tokens of one step: a longer prompt is computed in chunks of this", "engine", ge=1
+    )
+    block_size: int = flag(16, "tokens in one KV block", "cache", ge=1, le=1024)
+    num_kv_blocks: int | None = flag(
+        None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
+    )
+    kv_cache_memory: Bytes = flag(
+        1 << 30, "bytes of KV cache per worker, such as 2GiB", "cache", metavar="BYTES", ge=1
+    )
+    enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
+    prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
+    transfer: Literal["auto", "tcp", "shm", "nccl"] = flag("auto", "how KV blocks travel", "network")
+    threads: int | None = flag(
+        None, "threads that compute in one worker; absent: this machine's cores, shared", "process", ge=1
+    )
+
+    @model_validator(mode="after")
+    def _only_what_is_built(self) -> Self:
+        if self.transfer in ("shm", "nccl"):
+            raise ValueError(f"--transfer {self.transfer} is not in this release: use auto or tcp")
+        return self
+
+
+class WorkerSettings(EngineSettings):
+    coordinator: str = flag(
+        DEFAULT_CONTROL, "control endpoint of the coordinator", "network", metavar="tcp://HOST:PORT"
+    )
+    advertise: str | None = flag(
+        None,
+        "address that other workers reach this one at: control on PORT, blocks on PORT+1; absent: free ports",
+        "network",
+        metavar="HOST:PORT",
+    )
+    worker_id: str | None = flag(
+        None, "name in logs and metrics; absent: role and process id", "process", metavar="NAME"
+    )
+
+    @model_validator(mode="after")
+    def _stays_on_loopback(self) -> Self:
+        require_loopback("--coordinator", self.coordinator)
+        if self.advertise is not None:
+            require_loopback("--advertise", f"tcp://{self.advertise}", port_limit=65534)
+        if self.worker_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.worker_id):
+            raise ValueError("--worker-id: 1 to 64 of A-Z a-z 0-9 . _ -")
+        return self
+
+
+class CoordinatorSettings(ProcessSettings):
+    host: str = flag("127.0.0.1", "address that HTTP listens on", "HTTP")
+    port: int = flag(8000, "port that HTTP listens on; 0: any free one", "HTTP", ge=0, le=65535)
+    served_model_name: str | None = flag(
+        None, "name of the model in requests; absent: last part of --model", "HTTP", metavar="NAME"
+    )
+    api_key: Keys = flag(
+        (),
+        f"key that requests must bring, may be repeated; each names a tenant. {API_KEY_VARIABLE} adds more, "
+        "separated by commas, unseen by other users of the machine",
+        "HTTP",
+    )
+    api_key_file: KeysOfFiles = flag(
+        (), "file with one key per line, # for comments; may be repeated", "HTTP", metavar="FILE"
+    )
+    api_key_environment: Keys = Field(default=(), description=f"keys of {API_KEY_VARIABLE}")
+    allow_unauthenticated: bool = flag(False, "let HTTP listen beyond loopback without any key", "HTTP")
+    max_body_size: Bytes = flag(
+        4 << 20, "longest request body, such as 4MiB", "HTTP", metavar="BYTES", ge=1024
+    )
+    control: str = flag(
+        DEFAULT_CONTROL, "endpoint that workers connect to", "network", metavar="tcp://HOST:PORT"
+    )
+    collocated: bool = flag(
+        False, "no prefill pool is expected: decode workers compute prompts themselves", "scheduling"
+    )
+    max_queue: int = flag(1024, "requests that may wait, over all tiers", "scheduling", ge=1)
+    max_waiting_tokens: int = flag(1 << 20, "prompt tokens that may wait, over all tiers", "scheduling", ge=1)
+    queue_timeout: float = flag(
+        120.0,
+        "seconds after which a request without its first token ends with 408",
+        "scheduling",
+        gt=0,
+        metavar="SECONDS",
+    )
+    request_timeout: float = flag(1800.0, "seconds after which any request is ended", "scheduling", gt=0)
+    heartbeat_interval: float = flag(
+        0.5, "seconds between two heartbeats of a worker", "liveness", gt=0, le=60, metavar="SECONDS"
+    )
+    worker_timeout: float = flag(
+        5.0,
+        "seconds without a heartbeat after which a worker counts as lost",
+        "liveness",
+        gt=0,
+        metavar="SECONDS",
+    )
+    progress_timeout: float = flag(
+        60.0, "seconds a worker's step may take before it counts as hung", "liveness", gt=0, metavar="SECONDS"
+    )
+    config_file: Path | None = flag(None, "where the tiers came from", "process", hidden=True)
+    tiers: dict[str, Tier] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        require_loopback("--control", self.control, any_port=True)
+        if self.worker_timeout < 2 * self.heartbeat_interval:
+            raise ValueError("--worker-timeout must be at least twice --heartbeat-interval")
+        if not self.api_keys and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is reachable from other machines: set --api-key or --api-key-file, "
+                "or say --allow-unauthenticated"
+            )
+        return self
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """All keys, each once; empty where requests need none."""
+        return tuple(dict.fromkeys((*self.api_key, *self.api_key_file, *self.api_key_environment)))
+
+    @property
+    def all_tiers(self) -> dict[str, Tier]:
+        """The tiers of the file, and `default` in any case."""
+        return {"default": Tier(), **self.tiers}
+
+    @property
+    def open_to_all(self) -> bool:
+        """HTTP listens beyond loopback without keys: to be said at start."""
+        return not is_loopback(self.host) and not self.api_keys
+
+
+class ServeSettings(CoordinatorSettings, EngineSettings):
+    control: str = flag(
+        "tcp://127.0.0.1:*",
+        "endpoint that workers connect to; *: any free port",
+        "network",
+        metavar="tcp://HOST:PORT",
+    )
+    # Follows from --prefill 0 here. In a file it is for a coordinator started by hand.
+    collocated: bool = False
+    prefill: int = flag(
+        1, "prefill workers; 0: collocated, decode workers do both halves", "pools", ge=0, le=64, metavar="N"
+    )
+    decode: int = flag(1, "decode workers", "pools", ge=1, le=64, metavar="M")
+
+    @model_validator(mode="after")
+    def _collocated_has_no_prefill(self) -> Self:
+        if self.collocated and self.prefill:
+            raise ValueError(f"collocated = true contradicts {self.prefill} prefill workers: set prefill = 0")
+        return self
+
+
+# --- what may be reached ---------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches; names other than localhost are not trusted."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def require_loopback(name: str, endpoint: str, *, port_limit: int = 65535, any_port: bool = False) -> None:
+    """Raises ValueError where `endpoint` is no tcp://HOST:PORT or is open to other machines.
+
+    With `any_port` the port may be `*`: the system picks a free one.
+
+    The one place to widen when sockets get CURVE keys.
+    """
+    parts = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^\[\]:/]+):(\d{1,5}|\*)", endpoint)
+    if parts is None or not (any_port if parts[2] == "*" else 0 < int(parts[2]) <= port_limit):
+        raise ValueError(f"{name} {endpoint}: expected tcp://HOST:PORT")
+    if not is_loopback(parts[1]):
+        raise ValueError(f"{name} {endpoint} {NO_KEYS_YET}")
+
+
+# --- one function per command ----------------------------------------------------------------------------
+
+FILE_KEYS = (
+    visible_fields(ServeSettings)
+    | visible_fields(WorkerSettings)
+    | visible_fields(CoordinatorSettings)
+    | {"tiers"}
+)
+
+
+def parse_worker(argv: Sequence[str], role: WorkerRole) -> WorkerSettings:
+    """Settings of one worker. Raises BadConfiguration (exit code 2); `--help` leaves by SystemExit."""
+    does = {
+        "prefill": "computes prompts and ships their KV blocks",
+        "decode": "decodes tokens in a running batch",
+    }
+    return parse(
+        WorkerSettings,
+        argv,
+        prog=f"kvferry {role}",
+        description=f"One {role} worker: {does[role]}.",
+        file_keys=FILE_KEYS,
+    )
+
+
+def parse_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorSettings:
+    """Settings of the coordinator process."""
+    return _with_keys(
+        CoordinatorSettings,
+        argv,
+        environ,
+        "kvferry coordinator",
+        "The coordinator: HTTP API, queue, admission and routing. Workers connect to it.",
+    )
+
+
+def parse_serve(argv: Sequence[str], environ: Mapping[str, str]) -> ServeSettings:
+    """Settings of the whole service on one machine."""
+    return _with_keys(
+        ServeSettings,
+        argv,
+        environ,
+        "kvferry serve",
+        "The whole service on this machine: a coordinator, prefill workers and decode workers.",
+    )
+
+
+def _with_keys(
+    model: type[WithKeys], argv: Sequence[str], environ: Mapping[str, str], prog: str, description: str
+) -> WithKeys:
+    keys = [key.strip() for key in environ.get(API_KEY_VARIABLE, "").split(",")]
+    return parse(
+        model,
+        argv,
+        prog=prog,
+        description=description,
+        file_keys=FILE_KEYS,
+        values={"api_key_environment": [key for key in keys if key]},
+    )

@@ -1,0 +1,232 @@
+"""Turns a settings model into a command line and a TOML file that name the same things.
+
+A flag is declared once, as a field of a pydantic model: its name, type, default and help. From that come
+`--max-num-seqs` on the command line, `max_num_seqs` in the file, the text of `--help` and the check of the
+value. Precedence: command line, then file, then default.
+
+Why argparse and not a library of the prettier kind: workers and coordinator share these flags, `common` may
+import the standard library and pydantic, and one declaration per flag is worth more than colours in --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+
+from common.errors import BadConfiguration
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+GROUPS = ("pools", "model", "HTTP", "engine", "cache", "scheduling", "liveness", "network", "process")
+"""Order of the groups in --help."""
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def flag(
+    default: Any, help: str, group: str, *, metavar: str | None = None, hidden: bool = False, **limits: Any
+) -> Any:
+    """A field of a settings model that is also a flag. `limits` are pydantic's: ge, gt, le …"""
+    extra: JsonDict = {"group": group, "metavar": metavar, "hidden": hidden}
+    return Field(default, description=help, json_schema_extra=extra, **limits)
+
+
+def parse_bytes(value: object) -> object:
+    """'2GiB' → 2147483648; anything that is no such text is left for pydantic to judge."""
+    if isinstance(value, str) and (parts := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
+        unit = parts[2].lower()
+        unit = unit if unit in _UNITS else unit.removesuffix("b")
+        if unit not in _UNITS:
+            raise ValueError("expected a number of bytes such as 512MiB or 2GiB")
+        return int(float(parts[1]) * _UNITS[unit])
+    return value
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def visible_fields(model: type[BaseModel]) -> set[str]:
+    """Fields that a person may set."""
+    return {name for name, info in model.model_fields.items() if not _extra(info)["hidden"]}
+
+
+def parse(
+    model: type[Settings],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    file_keys: Iterable[str],
+    values: dict[str, Any] | None = None,
+) -> Settings:
+    """Settings from a command line and the `--config` it names. `values` come before the file's.
+
+    `file_keys` are all keys that the file may hold: one file describes a whole cluster, so those of other
+    commands are passed over. Raises BadConfiguration with one line that names the flag.
+    """
+    parser = build_parser(model, prog, description)
+    given = vars(parser.parse_args(list(argv)))
+    config: str | None = given.pop("config", None)
+    merged = dict(values or {})
+    if config is not None:
+        in_file = read_file(Path(config), {*file_keys, *visible_fields(model)})
+        merged |= {key: value for key, value in in_file.items() if key in model.model_fields}
+        if "config_file" in model.model_fields:
+            merged["config_file"] = str(Path(config).absolute())
+    return validated(model, merged | given)
+
+
+def validated(model: type[Settings], values: dict[str, Any]) -> Settings:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise BadConfiguration(_one_line(model, error)) from None
+
+
+def read_file(path: Path, known: set[str]) -> dict[str, Any]:
+    """Top-level keys of a TOML file; raises BadConfiguration on one that is not in `known`."""
+    try:
+        with path.open("rb") as file:
+            found = tomllib.load(file)
+    except OSError as error:
+        raise BadConfiguration(f"--config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfiguration(f"--config {path}: not TOML: {error}") from error
+    for key in found:
+        if key not in known:
+            raise BadConfiguration(f"--config {path}: unknown key {key!r}{_nearest(key, known)}")
+    return found
+
+
+def to_argv(settings: BaseModel, fields: Iterable[str]) -> list[str]:
+    """The command line that gives a child these fields, defaults included: a file must not win over them."""
+    argv: list[str] = []
+    for name in sorted(fields):
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            argv.append(flag_name(name) if value else flag_name("no_" + name))
+        else:
+            for one in value if isinstance(value, tuple) else (value,):
+                argv.append(f"{flag_name(name)}={one}")
+    return argv
+
+
+# --- the parser ------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving, and knows what a person may have meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for arg in unknown:
+            name = arg.split("=")[0]
+            known = {option for action in self._actions for option in action.option_strings}
+            what = "unknown flag" if name.startswith("-") else "unexpected argument"
+            self.error(f"{what} {name}{_nearest(name, known)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        raise BadConfiguration(f"{message} ({self.prog} --help lists what there is)")
+
+
+def build_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that yields only the flags that were given, as text: pydantic judges the values."""
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="settings from a TOML file: the flags with underscores as keys"
+    )
+    for title in GROUPS:
+        group = parser.add_argument_group(title)
+        for name, info in model.model_fields.items():
+            extra = _extra(info)
+            if extra["group"] == title:  # no group: a table of the file, such as tiers
+                group.add_argument(flag_name(name), **_argument(name, info, extra))
+    return parser
+
+
+def _extra(info: FieldInfo) -> dict[str, Any]:
+    extra = info.json_schema_extra
+    return extra if isinstance(extra, dict) else {"group": None, "metavar": None, "hidden": True}
+
+
+def _argument(name: str, info: FieldInfo, extra: dict[str, Any]) -> dict[str, Any]:
+    argument: dict[str, Any] = {"dest": name}
+    argument["help"] = argparse.SUPPRESS if extra["hidden"] else _help(info)
+    if info.annotation is bool:
+        return argument | {"action": argparse.BooleanOptionalAction}
+    argument["metavar"] = extra["metavar"] or name.split("_")[-1].upper()
+    if get_origin(info.annotation) is tuple:
+        return argument | {"action": "append"}
+    if get_origin(info.annotation) is Literal:
+        argument["metavar"] = "{" + ",".join(get_args(info.annotation)) + "}"
+    return argument
+
+
+def _help(info: FieldInfo) -> str:
+    text = (info.description or "").replace("%", "%%")
+    default = info.get_default(call_default_factory=True)
+    if default is None or default == () or default == "":
+        return text
+    return f"{text} (default: {_shown(default)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if isinstance(value, int) and value >= size and value % size == 0:
+            return f"{value // size}{unit}"
+    return str(value)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _one_line(model: type[BaseModel], error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = [str(part) for part in first["loc"]]
+    message = first["msg"].removeprefix("Value error, ")
+    if not place:
+        return message
+    where = ".".join(place) if len(place) > 1 or place[0] not in model.model_fields else flag_name(place[0])
+    if first["type"] == "extra_forbidden":
+        table = model.model_fields.get(place[0])
+        known = _keys_of_table(table) if table is not None else set(model.model_fields)
+        return f"unknown key {where!r}{_nearest(place[-1], known)}"
+    got = "" if place[0] in model.model_fields and _is_secret(place[0]) else f" (got {first['input']!r})"
+    return f"{where}: {message[:1].lower()}{message[1:]}{got}"
+
+
+def _is_secret(field: str) -> bool:
+    return field.startswith("api_key")
+
+
+def _keys_of_table(info: FieldInfo) -> set[str]:
+    """Keys of the rows of a table of tables: those of Tier for `tiers: dict[str, Tier]`."""
+    rows = [part for part in get_args(info.annotation) if isinstance(part, type)]
+    models = [row for row in rows if issubclass(row, BaseModel)]
+    return {name for row in models for name in row.model_fields}

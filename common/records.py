@@ -1,0 +1,109 @@
+"""What both kinds of worker keep about their work beside scheduling it: counters, token rows, ends. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from common.batching import Batch, BatchingCore, Sequence
+from common.counters import Counters
+from common.effects import Effect, ToCoordinator
+from common.ledger import Ledger
+from common.messages import Ended, Heartbeat, Load, TokenRow
+from common.outbox import Outbox
+from common.request import Key, TokenLogprobs
+
+Outcome = Literal["finished", "aborted", "failed", "handed_over"]
+
+
+class Records:
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.outbox = Outbox()
+        self.ledger = Ledger()
+        self.step_s = 0.0
+
+    def late(self, kind: str) -> None:
+        """A message for something unknown, ended or older: normal, counted."""
+        self.counters.add("late_messages_total", kind=kind)
+
+    def step(self, batch: Batch, step_s: float) -> None:
+        self.step_s = step_s if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * step_s
+        self.counters.observe("step_seconds", step_s)
+        self.counters.observe("batch_size", float(len(batch.rows)))
+        self.counters.observe("iteration_tokens_total", float(batch.num_tokens))
+
+    def prefix_lookup(self, seq: Sequence) -> None:
+        self.counters.add("prefix_cache_queries_total", float(seq.start_len))
+        self.counters.add("prefix_cache_hits_total", float(seq.cached_tokens))
+
+    def say_token(
+        self,
+        seq: Sequence,
+        token: int,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish: str | None,
+    ) -> None:
+        """Puts the sequence's newest token into the next message to its front."""
+        index = seq.num_outputs - 1
+        first_of_attempt = index == seq.start_len - seq.prompt_len
+        row = TokenRow(
+            *seq.key,
+            index,
+            (token,),
+            logprobs,
+            finish,  # type: ignore[arg-type]
+            seq.cached_tokens if first_of_attempt else None,
+        )
+        self.outbox.put(seq.request.front, row)
+
+    def end(
+        self,
+        seq: Sequence,
+        outcome: Outcome,
+        now: float,
+        *,
+        reason: str = "",
+        transferred_bytes: int = 0,
+        blocks: int = 0,
+    ) -> Effect:
+        """The coordinator's word that this worker is done with the sequence, remembered for repeated commands."""
+        ended = Ended(
+            *seq.key,
+            outcome=outcome,
+            reason=reason,
+            phase=str(seq.life.phase),
+            durations_s=seq.life.durations_s(now),
+            cached_tokens=seq.cached_tokens,
+            blocks=blocks,
+            transferred_bytes=transferred_bytes,
+        )
+        self.ledger.end(ended)
+        return ToCoordinator(ended)
+
+    def ended_again(self, key: Key) -> Effect:
+        """The answer to a Stop or Abort for something not live here."""
+        known = self.ledger.how_ended(key)
+        return ToCoordinator(known if known is not None else Ended(*key, outcome="unknown"))
+
+    def heartbeat(
+        self,
+        core: BatchingCore,
+        live: list[Sequence],
+        *,
+        running: int,
+        waiting: int,
+        queued_tokens: int,
+        progress_age_s: float,
+        draining: bool,
+    ) -> Heartbeat:
+        pool = core.pool
+        load = Load(running, waiting, queued_tokens, pool.free, pool.held, pool.cached, self.step_s)
+        return Heartbeat(
+            load=load,
+            progress_age_s=progress_age_s,
+            live=tuple((*seq.key, str(seq.life.phase)) for seq in live),
+            last_seq=dict(self.outbox.last_seq),
+            counters=dict(self.counters.values),
+            histograms=self.counters.histograms(),
+            draining=draining,
+        )

@@ -1,0 +1,241 @@
+"""Who joins, steps, pauses and leaves the decode batch. Pure.
+
+Iteration-level scheduling: every step each decoding sequence advances by one token, and sequences join and leave
+between steps. The rules, in the order in which `schedule` applies them:
+
+1. Decoding sequences take the block that their next token needs. When none is left: first the newest transfer
+   that was accepted but not delivered is revoked (the prefill worker still has every block, nothing is lost),
+   then the last sequence by (class, arrival) is preempted: its blocks go, its tokens stay.
+2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
+   then local prefills start; each reserves its blocks whole or waits.
+3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, but
+   at least MIN_CHUNK so that a full batch cannot starve them.
+
+New transfers are accepted only while nobody preempted waits, a slot will be free, and the reservation leaves
+one block for each running sequence (the watermark).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common.batching import Batch, BatchingCore, RowResult, Sequence, finish_reason
+from common.lifecycle import Phase
+from common.request import Attempt, Key, Request, TokenLogprobs
+
+MIN_CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One new token of one sequence."""
+
+    seq: Sequence
+    token: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish: str | None
+
+
+def _by_order(seq: Sequence) -> tuple[int, int]:
+    return seq.order
+
+
+class DecodeScheduler:
+    def __init__(self, core: BatchingCore) -> None:
+        self._core = core
+        self._seqs: dict[Key, Sequence] = {}
+        self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
+        self._ready: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._preempted: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        self.revoked: list[Key] = []  # reservations given up by the last `schedule`; the caller tells the senders
+        self.preemptions = 0
+        self.lost_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def get(self, key: Key) -> Sequence | None:
+        """A sequence this worker owns: not one whose transfer is still under way."""
+        return None if key in self._reserved else self._seqs.get(key)
+
+    def keys(self) -> list[Key]:
+        return list(self._seqs)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._seqs.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._seqs) - self.num_running
+
+    @property
+    def num_local_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that this worker has to prefill itself."""
+        return sum(seq.left for seq in (*self._waiting, *self._preempted, *self._prefilling))
+
+    # ------------------------------------------------------------ coming in
+
+    def add(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence:
+        """Takes a request to prefill here and decode."""
+        seq = self._new(request, attempt, output_ids, Phase.QUEUED, now)
+        insort(self._waiting, seq, key=_by_order)
+        return seq
+
+    def reserve(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence | None:
+        """Room for a whole transferred prompt and its first step, or None: later."""
+        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
+            return None
+        seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
+        if not self._core.reserve(seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)):
+            return None
+        if self._core.pool.available < self.num_running:
+            self._core.free(seq)
+            return None
+        self._seqs[seq.key] = self._reserved[seq.key] = seq
+        return seq
+
+    def deliver(self, key: Key, token: int, now: float) -> Sequence:
+        """The reserved sequence's KV is in place and `token`, its next, was sampled by the prefill worker."""
+        seq = self._reserved.pop(key)
+        seq.num_computed = len(seq.tokens)
+        self._core.publish(seq)
+        seq.tokens.append(token)
+        seq.life.move(Phase.DECODE_READY, now)
+        insort(self._ready, seq, key=_by_order)
+        return seq
+
+    def _new(
+        self, request: Request, attempt: Attempt, output_ids: bytes, phase: Phase, now: float
+    ) -> Sequence:
+        seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), phase, now)
+        assert seq.key not in self._seqs
+        self._seqs[seq.key] = seq
+        return seq
+
+    # ------------------------------------------------------------ one step
+
+    def schedule(self, now: float) -> Batch | None:
+        self._grow(now)
+        self._join_delivered(now)
+        self._start(self._preempted, now)
+        if not self._preempted:
+            self._start(self._waiting, now)
+        self._core.add_decode_rows(self._decoding)
+        self._add_chunks(max(self._core.max_num_batched_tokens - len(self._decoding), MIN_CHUNK))
+        return self._core.take_batch()
+
+    def _grow(self, now: float) -> None:
+        block_size = self._core.block_size
+        full = [s for s in self._decoding if len(s.tokens) > len(s.blocks) * block_size]
+        for seq in sorted(full, key=_by_order):
+            while seq.life.phase is Phase.DECODING and not self._core.grow(seq):
+                self._make_room(now)
+
+    def _make_room(self, now: float) -> None:
+        if self._reserved:
+            key = next(reversed(self._reserved))
+            self.revoked.append(key)
+            self._drop_reservation(key)
+            return
+        holders = [*self._decoding, *self._prefilling, *self._ready]
+        self._preempt(max(holders, key=_by_order), now)
+
+    def _drop_reservation(self, key: Key) -> None:
+        seq = self._reserved.pop(key)
+        del self._seqs[key]
+        seq.over = True
+        self._core.free(seq)
+
+    def _preempt(self, seq: Sequence, now: float) -> None:
+        if seq.life.phase is Phase.DECODE_READY:
+            seq.life.move(Phase.DECODING, now)
+        if seq.life.phase is Phase.PREFILLING:
+            seq.life.move(Phase.DECODING, now)
+        for place in (self._decoding, self._prefilling, self._ready):
+            if seq in place:
+                place.remove(seq)
+        self.preemptions += 1
+        self.lost_tokens += seq.num_computed
+        seq.preemptions += 1
+        self._core.free(seq)
+        seq.life.move(Phase.PREEMPTED, now)
+        insort(self._preempted, seq, key=_by_order)
+
+    def _join_delivered(self, now: float) -> None:
+        while self._ready and self._core.free_slots:
+            seq = self._ready.pop(0)
+            self._core.place(seq)
+            seq.life.move(Phase.DECODING, now)
+            self._decoding.append(seq)
+
+    def _start(self, queue: list[Sequence], now: float) -> None:
+        """Starts local prefill of what fits, in order; the first that does not fit holds back the rest."""
+        while queue and self._core.free_slots:
+            seq = queue[0]
+            if not self._core.reserve(
+                seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1
+            ):
+                return
+            queue.pop(0)
+            self._core.place(seq)
+            seq.life.move(Phase.PREFILLING, now)
+            insort(self._prefilling, seq, key=_by_order)
+
+    def _add_chunks(self, budget: int) -> None:
+        for seq in self._prefilling:
+            if budget <= 0:
+                return
+            count = min(seq.left, budget)
+            self._core.add_row(seq, count)
+            budget -= count
+
+    def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
+        """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to
+        nothing but their blocks going back."""
+        outcomes = []
+        for seq, count, result in zip(batch.rows, batch.counts, results, strict=True):
+            if seq.over:
+                seq.in_batch = False
+                self._core.free(seq)
+                continue
+            self._core.computed(seq, count)
+            if not result.ids:
+                continue
+            (token,) = result.ids
+            seq.tokens.append(token)
+            if seq.life.phase is Phase.PREFILLING:
+                self._prefilling.remove(seq)
+                seq.life.move(Phase.DECODING, now)
+                self._decoding.append(seq)
+            outcomes.append(Outcome(seq, token, result.logprobs, finish_reason(seq, token)))
+        return outcomes
+
+    # ------------------------------------------------------------ going out
+
+    def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:
+        """Ends a sequence in whatever phase it is and frees it (after its step, if one is out). Idempotent."""
+        seq = self._seqs.pop(key, None)
+        if seq is None:
+            return None
+        self._reserved.pop(key, None)
+        for place in (self._ready, self._waiting, self._preempted, self._prefilling, self._decoding):
+            if seq in place:
+                place.remove(seq)
+                break
+        seq.over = True
+        seq.life.move(phase, now)
+        self._core.free(seq)
+        return seq

@@ -1,0 +1,315 @@
+"""A decode worker without its sockets: messages and frames in, batches and effects out. Pure.
+
+Stations of a request here, each ended by one line of this file:
+
+    Offer ─▶ room for the whole prompt? Accept(what is missing), else Later ─▶ blocks arrive, are checked, copied
+      ─▶ Handover and nothing missing ─▶ Delivered to the prefill worker, Started to the coordinator
+      ─▶ DECODE_READY ─ next step ─▶ DECODING ─ token by token to the front ─▶ Ended(finished)
+    Decode (collocated, or no prefill worker left) ─▶ QUEUED ─▶ PREFILLING in chunks ─▶ DECODING
+    Out of blocks ─▶ PREEMPTED ─▶ PREFILLING again over prompt and output ─▶ DECODING, same tokens
+
+Why no deadlock: a running sequence needs nothing but blocks of this pool, and takes them from transfers not yet
+delivered and from later sequences until it is alone; one full-length request always fits alone (checked at
+registration). So the first by (class, arrival) always finishes, and what waits for room here gets it. The prefill
+worker holds its blocks meanwhile, and nobody here waits for those except a transfer, which has a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.effects import Effect, ToCoordinator, ToSender
+from common.lifecycle import Phase
+from common.messages import (
+    Abort,
+    AboutRequest,
+    Accepted,
+    Block,
+    Cancel,
+    Cancelled,
+    Decode,
+    Delivered,
+    Handover,
+    Heartbeat,
+    Later,
+    Message,
+    Offer,
+    Refused,
+    Revoke,
+    Started,
+    Stop,
+)
+from common.records import Outcome as EndOutcome
+from common.records import Records
+from common.request import Key, WorkerId, unpack_ids
+from decode_node.scheduler import DecodeScheduler, Outcome
+from transfer.receiver import Ready, TransferReceiver
+
+_FULL_RETRY_S = 0.1
+
+
+class DecodeWorker:
+    """`turn` must be called after every call that may leave something to do; engines call it on each loop."""
+
+    def __init__(
+        self,
+        core: BatchingCore,
+        receiver: TransferReceiver,
+        *,
+        fingerprint: str,
+        block_bytes: int,
+        max_waiting: int = 256,
+    ) -> None:
+        self._core = core
+        self._scheduler = DecodeScheduler(core)
+        self._receiver = receiver
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._max_waiting = max_waiting
+        self._senders: dict[Key, WorkerId] = {}
+        self._pending: list[Effect] = []
+        self.records = Records()
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held here for anybody."""
+        return len(self._scheduler) == 0
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]:
+        """A message from the coordinator, or from prefill worker `sender`."""
+        match message:
+            case Decode():
+                return [ToCoordinator(self._decode(message, now))]
+            case Offer():
+                return self._offered(message, sender, now)
+            case Handover():
+                return self._handed_over(message, sender, now)
+            case Cancel():
+                return self._cancelled(message, sender, now)
+            case Stop():
+                return self._end_on_command(message, Phase.FINISHED, "stopped", now)
+            case Abort():
+                return self._end_on_command(message, Phase.ABORTED, message.reason, now)
+        self.records.late(type(message).__name__)
+        return []
+
+    def _decode(self, message: Decode, now: float) -> Message:
+        key, ledger = message.key, self.records.ledger
+        if self._scheduler.get(key) is not None:
+            return Accepted(*key)
+        ended = ledger.how_ended(key)
+        if ended is not None or ledger.is_stale(key):
+            self.records.late("Decode")
+            return ended or Refused(*key, "a later attempt was dispatched")
+        refusal = self._cannot_ever(message.request.prompt_tokens + len(message.output_ids) // 4)
+        if refusal is not None:
+            return Refused(*key, refusal)
+        if self._scheduler.num_local_waiting >= self._max_waiting:
+            return Later(*key, _FULL_RETRY_S)
+        self._end_older_attempts(key, now)
+        ledger.saw(key)
+        self._scheduler.add(message.request, message.attempt, message.output_ids, now)
+        return Accepted(*key)
+
+    def _cannot_ever(self, num_tokens: int) -> str | None:
+        if self.draining:
+            return "draining"
+        needed = self._core.blocks_for(num_tokens + 1)
+        total = self._core.pool.total
+        return f"needs {needed} blocks, this worker has {total}" if needed > total else None
+
+    def _end_older_attempts(self, key: Key, now: float) -> None:
+        for other in self._scheduler.keys():
+            if other[0] == key[0] and other[1] < key[1]:
+                self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
+
+    # ------------------------------------------------------------ transfers
+
+    def _offered(self, offer: Offer, sender: WorkerId, now: float) -> list[Effect]:
+        key = offer.key
+        if key in self._receiver:
+            same = self._receiver.from_same_sender(key, sender)
+            return self._receiver.answer_again(key) if same else [self._refuse(key, sender, "taken already")]
+        if self._scheduler.get(key) is not None:
+            return [ToSender(sender, Delivered(*key))]
+        ended = self.records.ledger.how_ended(key)
+        if ended is not None or self.records.ledger.is_stale(key):
+            self.records.late("Offer")
+            done = ended is not None and ended.outcome == "finished"
+            return [ToSender(sender, Delivered(*key)) if done else self._refuse(key, sender, "ended here")]
+        refusal = self._cannot_ever(offer.num_tokens)
+        if offer.fingerprint != self._fingerprint:
+            refusal = f"fingerprint {offer.fingerprint} differs from {self._fingerprint}"
+        if refusal is not None:
+            return [self._refuse(key, sender, refusal)]
+        return self._take_up(offer, sender, now)
+
+    def _take_up(self, offer: Offer, sender: WorkerId, now: float) -> list[Effect]:
+        self._end_older_attempts(offer.key, now)
+        seq = self._scheduler.reserve(offer.request, offer.attempt, offer.output_ids, now)
+        if seq is None:
+            return [ToSender(sender, Later(*offer.key, _FULL_RETRY_S))]
+        self.records.ledger.saw(offer.key)
+        self.records.prefix_lookup(seq)
+        self._senders[seq.key] = sender
+        hits = seq.cached_tokens // self._core.block_size
+        num_blocks = self._core.blocks_for(len(seq.tokens))
+        return self._receiver.accept(seq.key, sender, seq.blocks, hits, num_blocks, now)
+
+    def _refuse(self, key: Key, sender: WorkerId, reason: str) -> Effect:
+        return ToSender(sender, Refused(*key, reason))
+
+    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
+        """A frame came; `good` says that its size and checksum are right. Returns the pool block the engine must
+        copy it into at once, before anything else happens, or None to drop it."""
+        counters = self.records.counters
+        if not good:
+            counters.add("kv_checksum_failures_total")
+            self._pending += self._receiver.nack(header, sender, "checksum or size is wrong")
+        block = self._receiver.block(header, sender, good, now)
+        if block is not None:
+            counters.add("kv_transfer_bytes_total", float(header.size))
+        elif good:
+            self.records.late("Block")
+        return block
+
+    def _handed_over(self, message: Handover, sender: WorkerId, now: float) -> list[Effect]:
+        key = message.key
+        if key in self._receiver:
+            return self._receiver.handed_over(message, now)
+        if self._scheduler.get(key) is not None:
+            return [ToSender(sender, Delivered(*key))]
+        self.records.late("Handover")
+        ended = self.records.ledger.how_ended(key)
+        if ended is not None:
+            done = ended.outcome == "finished"
+            return [ToSender(sender, Delivered(*key)) if done else self._refuse(key, sender, "ended here")]
+        return [ToSender(sender, Revoke(*key, "not accepted here"))]
+
+    def _delivered(self, ready: Ready, now: float) -> list[Effect]:
+        key, handover = ready.key, ready.handover
+        outputs = unpack_ids(handover.output_ids)
+        seq = self._scheduler.deliver(key, outputs[-1], now)
+        seq.cached_tokens = max(seq.cached_tokens, handover.cached_tokens)
+        logprobs = None if handover.logprobs is None else (handover.logprobs,)
+        self.records.say_token(seq, outputs[-1], logprobs, None)
+        started = Started(*key, phase=str(seq.life.phase))
+        return [ToSender(self._senders[key], Delivered(*key)), ToCoordinator(started)]
+
+    def _cancelled(self, message: Cancel, sender: WorkerId, now: float) -> list[Effect]:
+        """Only what is not delivered can be cancelled by its sender; the answer is the same in every case."""
+        answer = ToSender(sender, Cancelled(*message.key))
+        if message.key not in self._receiver or not self._receiver.from_same_sender(message.key, sender):
+            return [answer]
+        self._receiver.drop(message.key)
+        self._senders.pop(message.key, None)
+        self._scheduler.end(message.key, Phase.ABORTED, now)
+        return [answer]
+
+    # ------------------------------------------------------------ steps
+
+    def schedule(self, now: float) -> Batch | None:
+        scheduler, counters = self._scheduler, self.records.counters
+        before, lost = scheduler.preemptions, scheduler.lost_tokens
+        batch = scheduler.schedule(now)
+        if scheduler.preemptions > before:
+            counters.add("num_preemptions_total", scheduler.preemptions - before)
+            counters.add("lost_tokens_total", scheduler.lost_tokens - lost)
+        for key in scheduler.revoked:
+            self._senders.pop(key, None)
+            self._pending += self._receiver.revoke(key, "out of blocks")
+            counters.add("kv_transfer_failures_total", reason="revoked")
+        scheduler.revoked.clear()
+        return batch
+
+    def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
+        self.records.step(batch, step_s)
+        chunk_tokens = batch.num_tokens - sum(batch.samples)
+        if chunk_tokens:
+            self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))
+        effects: list[Effect] = []
+        for outcome in self._scheduler.finish(batch, results, now):
+            effects += self._after_token(outcome, now)
+        return effects
+
+    def _after_token(self, outcome: Outcome, now: float) -> list[Effect]:
+        seq = outcome.seq
+        self.records.say_token(seq, outcome.token, outcome.logprobs, outcome.finish)
+        if outcome.finish is None:
+            return []
+        self.records.counters.observe(
+            "request_decode_time_seconds", seq.life.seconds_in(Phase.DECODING, now)
+        )
+        return self._end(seq.key, Phase.FINISHED, "finished", outcome.finish, now)
+
+    def fail_batch(self, batch: Batch, reason: str, now: float) -> list[Effect]:
+        """The step raised: every row of it ends as failed, the worker lives."""
+        effects: list[Effect] = []
+        for seq in batch.rows:
+            seq.in_batch = False
+            if seq.over:
+                self._core.free(seq)
+            else:
+                effects += self._end(seq.key, Phase.FAILED, "failed", reason, now)
+        return effects
+
+    # ------------------------------------------------------------ every turn
+
+    def turn(self, now: float) -> list[Effect]:
+        """Transfers that became whole, deadlines, and what has piled up to be said."""
+        effects: list[Effect] = []
+        for ready in self._receiver.ready():
+            effects += self._delivered(ready, now)
+        said, lost = self._receiver.expire(now)
+        for key in lost:
+            self.records.counters.add("kv_transfer_failures_total", reason="timeout")
+            self._senders.pop(key, None)
+            self._scheduler.end(key, Phase.ABORTED, now)
+        pending, self._pending = self._pending, []
+        return pending + effects + said + self._receiver.flush() + self.records.outbox.flush()
+
+    def next_deadline(self) -> float | None:
+        return self._receiver.next_deadline()
+
+    def heartbeat(self, progress_age_s: float) -> Heartbeat:
+        scheduler = self._scheduler
+        return self.records.heartbeat(
+            self._core,
+            scheduler.sequences(),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            queued_tokens=scheduler.queued_tokens,
+            progress_age_s=progress_age_s,
+            draining=self.draining,
+        )
+
+    def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
+        """The coordinator does not know it (heartbeat), or this process is shutting down."""
+        return self._end(key, Phase.ABORTED, "aborted", reason, now)
+
+    def live_keys(self) -> list[Key]:
+        return self._scheduler.keys()
+
+    def _end_on_command(
+        self, message: AboutRequest, phase: Phase, reason: str, now: float
+    ) -> list[Effect]:
+        if message.key not in self._scheduler.keys():
+            return [self.records.ended_again(message.key)]
+        outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
+        return self._end(message.key, phase, outcome, reason, now)
+
+    def _end(self, key: Key, phase: Phase, outcome: EndOutcome, reason: str, now: float) -> list[Effect]:
+        """The one end of a request on this worker."""
+        effects: list[Effect] = []
+        sender = self._senders.pop(key, None)
+        if self._receiver.drop(key) and sender is not None:
+            effects.append(ToSender(sender, Cancel(*key, reason or outcome)))
+        seq = self._scheduler.end(key, phase, now)
+        if seq is None:
+            return effects
+        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=len(seq.blocks)))
+        return effects

@@ -1,0 +1,267 @@
+"""A prefill worker without its sockets: messages in, batches and effects out. Pure.
+
+Stations of a request here, each ended by one line of this file:
+
+    Prefill ─▶ QUEUED ─ blocks reserved ─▶ PREFILLING ─ first chunk: Offer to the decode worker
+      ─ chunks, complete blocks shipped meanwhile ─▶ last chunk samples the next token, said to the front at once
+      ─▶ KV_READY ─ Handover, until Delivered ─▶ freed into the prefix cache, Ended(handed_over)
+    An answer that ends with its first token never needs the decode worker: Ended(finished).
+    Abort, Stop, a failed transfer: Ended at once, blocks back, the decode worker told to forget.
+
+Why no deadlock: this worker never waits for a decode worker in order to compute; it only stops admitting prompts
+when its blocks are held by finished ones, and those leave when a decode worker accepts. A decode worker's running
+requests never need anything from here, so it always comes to accept (see decode_node/worker.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.effects import Effect, ToCoordinator
+from common.lifecycle import Phase
+from common.messages import (
+    Abort,
+    AboutRequest,
+    Accepted,
+    Handover,
+    Heartbeat,
+    Later,
+    Message,
+    Offer,
+    PeerAddress,
+    Prefill,
+    Rebind,
+    Refused,
+    Stop,
+)
+from common.prefix import join_hashes
+from common.records import Records
+from common.request import Key, WorkerId, pack_ids
+from prefill_node.scheduler import Outcome, PrefillScheduler
+from transfer.sender import Sent, SenderEvent, SendFailed, TransferSender
+
+_QUEUE_FULL_RETRY_S = 0.1
+
+
+class PrefillWorker:
+    """`turn` must be called after every call that may leave something to do; engines call it on each loop."""
+
+    def __init__(
+        self,
+        core: BatchingCore,
+        sender: TransferSender,
+        *,
+        fingerprint: str,
+        block_bytes: int,
+        max_waiting: int = 256,
+    ) -> None:
+        self._core = core
+        self._scheduler = PrefillScheduler(core)
+        self._sender = sender
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._max_waiting = max_waiting
+        self._targets: dict[Key, PeerAddress] = {}
+        self._pending: list[Effect] = []
+        self.records = Records()
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held here for anybody."""
+        return len(self._scheduler) == 0 and len(self._sender) == 0
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]:
+        """A message from the coordinator, or from decode worker `sender`."""
+        match message:
+            case Prefill():
+                return [ToCoordinator(self._prefill(message, now))]
+            case Rebind():
+                return self._rebind(message, now)
+            case Stop():
+                return self._end_on_command(message, Phase.FINISHED, "stopped", now)
+            case Abort():
+                return self._end_on_command(message, Phase.ABORTED, message.reason, now)
+            case AboutRequest():
+                return self._from_receiver(message, sender, now)
+        self.records.late(type(message).__name__)
+        return []
+
+    def _prefill(self, message: Prefill, now: float) -> Message:
+        key, ledger = message.key, self.records.ledger
+        if self._scheduler.get(key) is not None:
+            return Accepted(*key)
+        ended = ledger.how_ended(key)
+        if ended is not None or ledger.is_stale(key):
+            self.records.late("Prefill")
+            return ended or Refused(*key, "a later attempt was dispatched")
+        needed = self._core.blocks_for(message.request.prompt_tokens + len(message.output_ids) // 4)
+        if needed > self._core.pool.total:
+            return Refused(*key, f"needs {needed} blocks, this worker has {self._core.pool.total}")
+        if self.draining:
+            return Refused(*key, "draining")
+        if self._scheduler.num_waiting >= self._max_waiting:
+            return Later(*key, _QUEUE_FULL_RETRY_S)
+        self._end_older_attempts(key, now)
+        ledger.saw(key)
+        self._scheduler.add(message.request, message.attempt, message.output_ids, now)
+        if message.target is not None:
+            self._targets[key] = message.target
+        return Accepted(*key)
+
+    def _end_older_attempts(self, key: Key, now: float) -> None:
+        for other in self._scheduler.keys():
+            if other[0] == key[0] and other[1] < key[1]:
+                self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
+
+    def _rebind(self, message: Rebind, now: float) -> list[Effect]:
+        if message.key not in self._targets:
+            return [self.records.ended_again(message.key)]
+        self._targets[message.key] = message.target
+        return [*self._sender.rebind(message.key, message.target, now), ToCoordinator(Accepted(*message.key))]
+
+    def _end_on_command(
+        self, message: Stop | Abort, phase: Phase, reason: str, now: float
+    ) -> list[Effect]:
+        if self._scheduler.get(message.key) is None:
+            return [self.records.ended_again(message.key)]
+        outcome = "finished" if phase is Phase.FINISHED else "aborted"
+        return self._end(message.key, phase, outcome, reason, now)
+
+    def _from_receiver(self, message: AboutRequest, sender: WorkerId, now: float) -> list[Effect]:
+        if message.key not in self._sender:
+            self.records.late(type(message).__name__)
+        effects, events = self._sender.receive(message, sender, now)
+        return effects + self._transfer_events(events, now)
+
+    def _transfer_events(self, events: list[SenderEvent], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for event in events:
+            match event:
+                case Sent(key, blocks, seconds):
+                    self.records.counters.observe("kv_transfer_seconds", seconds)
+                    effects += self._end(key, Phase.FINISHED, "handed_over", "", now, blocks=blocks)
+                case SendFailed(key, reason):
+                    self.records.counters.add("kv_transfer_failures_total", reason="sender")
+                    effects += self._end(key, Phase.FAILED, "failed", f"transfer: {reason}", now)
+        return effects
+
+    # ------------------------------------------------------------ steps
+
+    def schedule(self, now: float) -> Batch | None:
+        batch = self._scheduler.schedule(now)
+        for seq in batch.rows if batch is not None else ():
+            if seq.key in self._targets and seq.key not in self._sender:
+                self._open_transfer(seq, now)
+        return batch
+
+    def _open_transfer(self, seq: Sequence, now: float) -> None:
+        self.records.prefix_lookup(seq)
+        if seq.max_outputs - seq.num_outputs <= 1:
+            del self._targets[seq.key]  # this worker's token is the last one
+            return
+        offer = Offer(
+            *seq.key,
+            request=seq.request,
+            output_ids=pack_ids(seq.tokens[seq.prompt_len :]),
+            num_tokens=len(seq.tokens),
+            hashes=join_hashes(seq.chain),
+            fingerprint=self._fingerprint,
+        )
+        self._pending += self._sender.open(offer, self._targets[seq.key], seq.blocks, now)
+        self._sender.blocks_computed(seq.key, seq.num_computed // self._core.block_size, now)
+
+    def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
+        self.records.step(batch, step_s)
+        self.records.counters.add("computed_tokens_total", float(batch.num_tokens))
+        effects: list[Effect] = []
+        for outcome in self._scheduler.finish(batch, results, now):
+            effects += self._after_row(outcome, now)
+        return effects
+
+    def _after_row(self, outcome: Outcome, now: float) -> list[Effect]:
+        seq = outcome.seq
+        if outcome.token is None:
+            self._sender.blocks_computed(seq.key, seq.num_computed // self._core.block_size, now)
+            return []
+        self.records.say_token(seq, outcome.token, outcome.logprobs, outcome.finish)
+        self.records.counters.observe(
+            "request_prefill_time_seconds", seq.life.seconds_in(Phase.PREFILLING, now)
+        )
+        if outcome.finish is not None:
+            return self._end(seq.key, Phase.FINISHED, "finished", outcome.finish, now)
+        if seq.key not in self._targets:
+            return self._end(seq.key, Phase.FAILED, "failed", "dispatched without a decode worker", now)
+        handover = Handover(
+            *seq.key,
+            output_ids=pack_ids(seq.tokens[seq.prompt_len :]),
+            logprobs=outcome.logprobs[0] if outcome.logprobs else None,
+            num_blocks=self._core.blocks_for(seq.num_computed),
+            cached_tokens=seq.cached_tokens,
+        )
+        return self._sender.prompt_computed(handover, now)
+
+    def fail_batch(self, batch: Batch, reason: str, now: float) -> list[Effect]:
+        """The step raised: every row of it ends as failed, the worker lives."""
+        effects: list[Effect] = []
+        for seq in batch.rows:
+            seq.in_batch = False
+            if seq.over:
+                self._core.free(seq)
+            else:
+                effects += self._end(seq.key, Phase.FAILED, "failed", reason, now)
+        return effects
+
+    # ------------------------------------------------------------ every turn
+
+    def turn(self, now: float) -> list[Effect]:
+        """Deadlines, frames that may leave, and what has piled up to be said."""
+        effects, events = self._sender.expire(now)
+        effects += self._transfer_events(events, now)
+        pending, self._pending = self._pending, []
+        return pending + effects + self.records.outbox.flush() + self._sender.pump(now)
+
+    def next_deadline(self) -> float | None:
+        return self._sender.next_deadline()
+
+    def heartbeat(self, progress_age_s: float) -> Heartbeat:
+        scheduler = self._scheduler
+        return self.records.heartbeat(
+            self._core,
+            scheduler.sequences(),
+            running=scheduler.num_prefilling,
+            waiting=scheduler.num_waiting,
+            queued_tokens=scheduler.queued_tokens,
+            progress_age_s=progress_age_s,
+            draining=self.draining,
+        )
+
+    def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
+        """The coordinator does not know it (heartbeat), or this process is shutting down."""
+        return self._end(key, Phase.ABORTED, "aborted", reason, now)
+
+    def live_keys(self) -> list[Key]:
+        return self._scheduler.keys()
+
+    def _end(
+        self, key: Key, phase: Phase, outcome: str, reason: str, now: float, *, blocks: int = 0
+    ) -> list[Effect]:
+        """The one end of a request on this worker."""
+        self._targets.pop(key, None)
+        effects = self._sender.cancel(key, reason or outcome, now)
+        seq = self._scheduler.end(key, phase, now)
+        if seq is None:
+            return effects
+        sent = blocks * self._block_bytes
+        ended = self.records.end(
+            seq,
+            outcome,  # type: ignore[arg-type]
+            now,
+            reason=reason,
+            blocks=blocks,
+            transferred_bytes=sent,
+        )
+        return [*effects, ended]
