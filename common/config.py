@@ -228,6 +228,12 @@ class CoordinatorSettings(ProcessSettings):
         return tuple(dict.fromkeys((*self.api_key, *self.api_key_file, *self.api_key_environment)))
 
     @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        last_part = (self.model or DEFAULT_MODEL_NAME).rstrip("/").split("/")[-1]
+        return self.served_model_name or last_part
+
+    @property
     def all_tiers(self) -> dict[str, Tier]:
         """The tiers of the file, and `default` in any case."""
         return {"default": Tier(), **self.tiers}
