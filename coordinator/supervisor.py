@@ -13,6 +13,7 @@ of stopping is kept.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -30,10 +31,14 @@ LONGEST_LINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to start. `{parent_fd}` in an argument becomes the number of the pipe's read end."""
+    """What to start. `{parent_fd}` in an argument becomes the number of the pipe's read end.
+
+    `environ` is for this child alone: what must not stand on a command line.
+    """
 
     name: str
     argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,6 @@ class _Child:
 
     spec: ChildSpec
     process: asyncio.subprocess.Process
-    started_s: float
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES_KEPT))
 
 
@@ -128,8 +132,8 @@ class Supervisor:
         backoff = self._make_backoff()
         early_deaths = 0
         while not self._stopping.is_set():
-            child = await self._spawn(spec)
-            death = await self._until_dead(child)
+            started_s = time.monotonic()
+            death = await self._live(spec)
             if self._stopping.is_set():
                 return
             early_deaths += 0 if self.settled else 1
@@ -139,16 +143,22 @@ class Supervisor:
                 if not self.gave_up.done():
                     self.gave_up.set_result(death)
                 return
-            pause_s = backoff.after_death(time.monotonic() - child.started_s)
+            pause_s = backoff.after_death(time.monotonic() - started_s)
             self._say(spec.name, f"died ({death.how}), starting it again in {pause_s:.1f} s")
             await self._pause(pause_s)
 
+    async def _live(self, spec: ChildSpec) -> Death:
+        """One life of one child, from start to end."""
+        try:
+            child = await self._spawn(spec)
+        except OSError as error:  # no memory, no process ids: may pass
+            return Death(spec.name, 1, f"cannot be started: {error}")
+        return await self._until_dead(child)
+
     async def _pause(self, seconds: float) -> None:
         """Returns early when stopping begins."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            pass
 
     async def _spawn(self, spec: ChildSpec) -> _Child:
         process = await asyncio.create_subprocess_exec(
@@ -156,11 +166,11 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=self._environ,
+            env={**self._environ, **spec.environ},
             pass_fds=(self._pipe[0],),
             start_new_session=True,
         )
-        child = _Child(spec, process, time.monotonic())
+        child = _Child(spec, process)
         self._children[spec.name] = child
         if self._stopping.is_set():  # asked to stop while the system was starting it
             process.kill()

@@ -1,0 +1,34 @@
+"""`python -m coordinator`, the same as `kvferry coordinator`: settings, the watch on the launcher, the service."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from common.config import parse_coordinator
+from common.errors import StartupError
+from common.parent_watch import end_with_parent
+from common.paths import require_own_folders
+from coordinator.model_folder import resolve_model
+from coordinator.service import run
+
+
+def main() -> int:
+    try:
+        settings = parse_coordinator(sys.argv[1:], os.environ)
+        end_with_parent(settings.parent_fd)
+        require_own_folders()
+        if settings.open_to_all:
+            print(  # noqa: T201
+                f"WARNING: HTTP on {settings.host} is open to other machines and asks for no key "
+                "(--allow-unauthenticated)",
+                file=sys.stderr,
+            )
+        return run(settings.model_copy(update={"model": resolve_model(settings.model)}))
+    except StartupError as error:
+        print(f"kvferry coordinator: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

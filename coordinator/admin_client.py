@@ -1,0 +1,94 @@
+"""Asks a running service how it is, over its own HTTP paths, and lays the answer out as a table."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+ANSWER_LIMIT_S = 5.0
+_OPENER = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # our own service, never through a proxy
+
+
+class Unreachable(Exception):
+    """No answer, or none that is ours; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`ok` when a request could be served now; `reason` is the service's own word."""
+
+    ok: bool
+    reason: str
+
+
+def health(url: str, key: str | None = None) -> Health:
+    status, body = _get(f"{url}/health", key)
+    return Health(status == 200, body.strip())
+
+
+def workers(url: str, key: str | None = None) -> list[dict[str, Any]]:
+    """The rows of /admin/workers."""
+    status, body = _get(f"{url}/admin/workers", key)
+    if status != 200:
+        raise Unreachable(f"{url}/admin/workers answered {status}: {body.strip()[:200]}")
+    try:
+        rows = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise Unreachable(f"{url}/admin/workers did not answer in JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise Unreachable(f"{url}/admin/workers did not answer with a list of workers")
+    return rows
+
+
+def _get(url: str, key: str | None) -> tuple[int, str]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with _OPENER.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
+            return answer.status, answer.read().decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{url}: {getattr(error, 'reason', error)}") from error
+
+
+COLUMNS = {
+    "id": "worker",
+    "role": "role",
+    "pid": "pid",
+    "state": "state",
+    "running": "running",
+    "waiting": "waiting",
+    "blocks_free": "blocks free",
+    "blocks_total": "blocks",
+    "step_ms": "step ms",
+    "address": "address",
+}
+
+
+def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] | None = None) -> Table:
+    """One line per worker; with a column of thread counts where the caller shared them out."""
+    table = Table(title=None, header_style="bold")
+    for title in COLUMNS.values():
+        table.add_column(title)
+    if threads_of_pid is not None:
+        table.add_column("threads")
+    for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
+        cells = [_cell(row.get(name)) for name in COLUMNS]
+        if threads_of_pid is not None:
+            cells.append(_cell(threads_of_pid.get(row.get("pid", -1))))
+        table.add_row(*cells)
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,252 @@
+"""`kvferry serve`: the whole service on this machine, as processes of its own.
+
+Stations: the model is brought here → ports and threads are shared out → coordinator, prefill and decode workers are
+started (`supervisor.py`) → all of them are ready: one table with the URL and a line to try → a signal, or a
+child that cannot live → the coordinator drains, the workers follow.
+
+The other folders are reached only by `python -m …`: this process loads no model and stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from common.config import API_KEY_VARIABLE, CoordinatorSettings, EngineSettings, ServeSettings
+from common.errors import CannotBind
+from common.flags import to_argv, visible_fields
+from common.paths import child_environment, require_own_folders
+from coordinator import admin_client
+from coordinator.cores import available_cores, share_cores
+from coordinator.model_folder import resolve_model
+from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
+
+COORDINATOR = "coordinator"
+POLL_INTERVAL_S = 0.1
+STILL_LOADING_EVERY_S = 15.0
+# On top of --shutdown-timeout: to write the last bytes and leave.
+LEAVING_S = 5.0
+WORKERS_LEAVING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be started. `threads` by worker name."""
+
+    url: str
+    model_name: str
+    specs: tuple[ChildSpec, ...]
+    threads: dict[str, int]
+
+
+def serve(settings: ServeSettings) -> int:
+    """Runs until a signal or a fault that a person must act on; returns the exit code of the contract."""
+    require_own_folders()
+    settings = settings.model_copy(update={"model": resolve_model(settings.model)})
+    return asyncio.run(_Service(settings, make_plan(settings)).run())
+
+
+def make_plan(settings: ServeSettings) -> Plan:
+    """Chooses ports and threads and writes every child's command line."""
+    port = settings.port or free_port(settings.host)
+    control = settings.control
+    if control.endswith(":*"):
+        control = f"{control.removesuffix('*')}{free_port('127.0.0.1')}"
+    settings = settings.model_copy(update={"port": port, "control": control})
+    names = [f"prefill-{i}" for i in range(settings.prefill)] + [
+        f"decode-{i}" for i in range(settings.decode)
+    ]
+    shared = share_cores(available_cores(), len(names))
+    threads = {name: settings.threads or share for name, share in zip(names, shared, strict=True)}
+    specs = [_coordinator_spec(settings)]
+    specs += [_worker_spec(settings, name, threads[name]) for name in names]
+    return Plan(_url(settings.host, port), settings.model_name, tuple(specs), threads)
+
+
+def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
+    """Keys travel in the environment: a command line can be read by everybody on the machine."""
+    fields = visible_fields(CoordinatorSettings) - {"api_key", "api_key_file", "collocated"}
+    argv = to_argv(settings, fields & set(type(settings).model_fields))
+    if settings.prefill == 0:
+        argv.append("--collocated")
+    if settings.config_file is not None:  # the tiers; everything else is overruled by the flags
+        argv.append(f"--config={settings.config_file}")
+    return ChildSpec(
+        COORDINATOR, _command("coordinator", argv), {API_KEY_VARIABLE: ",".join(settings.api_keys)}
+    )
+
+
+def _worker_spec(settings: ServeSettings, name: str, threads: int) -> ChildSpec:
+    argv = to_argv(settings, visible_fields(EngineSettings) - {"threads"})
+    argv += [f"--coordinator={settings.control}", f"--worker-id={name}", f"--threads={threads}"]
+    return ChildSpec(name, _command(f"{name.split('-')[0]}_node", argv))
+
+
+def _command(module: str, argv: Iterable[str]) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", module, *argv, "--parent-fd={parent_fd}")
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago. Should it be taken before our child binds it, that ends with code 3."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+            port: int = probe.getsockname()[1]
+            return port
+    except OSError as error:
+        raise CannotBind(f"--host {host}: {error}") from error
+
+
+def _url(host: str, port: int) -> str:
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{reachable}:{port}"
+
+
+# --- running it ---------------------------------------------------------------------------------------
+
+
+class _Service:
+    """The plan, come to life. Log lines go to stderr, what a person asked to see to stdout."""
+
+    def __init__(self, settings: ServeSettings, plan: Plan) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._key = next(iter(settings.api_keys), None)
+        self._out = Console()
+        self._log = Console(stderr=True)
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        environ = child_environment(os.environ)
+        environ.pop(API_KEY_VARIABLE, None)  # the coordinator alone gets the keys
+        supervisor = Supervisor(self._plan.specs, environ=environ, say=self._say)
+        self._announce()
+        supervisor.start()
+        try:
+            return await self._until_end(supervisor)
+        finally:
+            await supervisor.kill_all()
+
+    async def _until_end(self, supervisor: Supervisor) -> int:
+        asked = asyncio.create_task(self._signals.get())
+        ready = asyncio.create_task(self._until_ready(supervisor))
+        ends: set[asyncio.Future[Any]] = {asked, supervisor.gave_up}
+        try:
+            await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                supervisor.settled = True
+                self._show_ready(ready.result(), supervisor)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if supervisor.gave_up.done():
+            return self._give_up(supervisor.gave_up.result())
+        return await self._drain(supervisor, asked.result())
+
+    async def _until_ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
+        """Polls until every worker of ours is ready; the rows of /admin/workers.
+
+        By process id: on a port that was taken, somebody else's service may answer.
+        """
+        started_s = said_s = time.monotonic()
+        with self._log.status("loading") as status:
+            while True:
+                rows, waiting_for = await asyncio.to_thread(self._look, dict(supervisor.pids))
+                if not waiting_for:
+                    return rows
+                loading_s = time.monotonic() - started_s
+                text = f"loading ({loading_s:.0f} s): waiting for {waiting_for}"
+                if self._log.is_terminal:
+                    status.update(text)
+                elif time.monotonic() - said_s > STILL_LOADING_EVERY_S:
+                    said_s = time.monotonic()
+                    self._say("kvferry", text)
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _look(self, pids: dict[str, int]) -> tuple[list[dict[str, Any]], str]:
+        """Rows of /admin/workers, and what is still missing ("" when nothing is)."""
+        try:
+            rows = admin_client.workers(self._plan.url, self._key)
+            missing = [
+                name
+                for name in self._plan.threads
+                if not any(row.get("pid") == pids.get(name) and row.get("state") == "ready" for row in rows)
+            ]
+            if missing or COORDINATOR not in pids:
+                return rows, ", ".join(missing) or COORDINATOR
+            health = admin_client.health(self._plan.url, self._key)
+        except admin_client.Unreachable:
+            return [], COORDINATOR
+        return rows, "" if health.ok else health.reason
+
+    async def _drain(self, supervisor: Supervisor, number: signal.Signals) -> int:
+        limit_s = self._settings.shutdown_timeout
+        self._say(
+            "kvferry", f"{number.name}: running requests get {limit_s:g} s to finish; once more stops at once"
+        )
+        stopping = asyncio.create_task(
+            supervisor.stop(
+                [((COORDINATOR,), limit_s + LEAVING_S), (self._plan.threads, WORKERS_LEAVING_S)],
+            )
+        )
+        again = asyncio.create_task(self._signals.get())
+        await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            again.cancel()
+            return 0 if stopping.result() else 1
+        stopping.cancel()
+        self._say("kvferry", "stopping at once")
+        return 1
+
+    # --- what a person sees
+
+    def _say(self, name: str, line: str) -> None:
+        prefix = Text(f"{name:>12} │ ", style=STYLES.get(name.split("-")[0], ""))
+        self._log.print(prefix + Text(line), soft_wrap=True)
+
+    def _announce(self) -> None:
+        threads = ", ".join(f"{name} {count}" for name, count in self._plan.threads.items())
+        self._say("kvferry", f"model {self._settings.model}")
+        self._say("kvferry", f"{available_cores()} cores; threads: {threads}")
+
+    def _give_up(self, death: Death) -> int:
+        why = f": {death.last_line}" if death.last_line else ""
+        self._say("kvferry", f"cannot start: {death.name} ended with {death.how}{why}")
+        return death.code if death.code in FATAL_AT_FIRST_START else 1
+
+    def _show_ready(self, rows: list[dict[str, Any]], supervisor: Supervisor) -> None:
+        threads = {pid: self._plan.threads.get(name, 0) for name, pid in supervisor.pids.items()}
+        self._out.print(admin_client.workers_table(rows, threads))
+        for line in ready_lines(self._plan.url, self._plan.model_name, with_key=self._key is not None):
+            self._out.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+STYLES = {"kvferry": "bold", "coordinator": "cyan", "prefill": "green", "decode": "magenta"}
+
+
+def ready_lines(url: str, model_name: str, *, with_key: bool) -> list[str]:
+    """What to print under the table: where it is and a line to try, whole enough to paste."""
+    body = {
+        "model": model_name,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+    }
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return [f"URL    {url}/v1", f"model  {model_name}", "try it:", f"  {curl}"]

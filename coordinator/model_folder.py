@@ -1,0 +1,58 @@
+"""Finds the model of this service, by starting `python -m kernels.default_model` where none was named.
+
+The coordinator may not import `kernels` (torch would come with it), so it asks as a person would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import ModelCannotBeLoaded
+from common.paths import child_environment
+
+
+def resolve_model(model: str | None) -> str:
+    """A folder's absolute path, or the hub id as it was given. Fetches the default model on first use.
+
+    Raises ModelCannotBeLoaded where the default model cannot be had or a path holds none.
+    """
+    if model is None:
+        return _default_model()
+    if (Path(model) / "config.json").is_file():
+        return str(Path(model).absolute())
+    if Path(model).exists():
+        raise ModelCannotBeLoaded(f"--model {model}: no config.json in it")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelCannotBeLoaded(f"--model {model}: no such folder")
+    return model
+
+
+def _default_model() -> str:
+    """Its progress goes to our stderr, the folder comes on its stdout."""
+    command = [sys.executable, "-P", "-m", "kernels.default_model"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=child_environment(os.environ), text=True
+    ) as maker:
+        try:
+            said, _ = maker.communicate()
+        finally:
+            maker.terminate()  # nothing left to end unless we were interrupted
+    if maker.returncode != 0:
+        raise ModelCannotBeLoaded("the default model is not there, see above; --model takes a folder instead")
+    return said.strip().splitlines()[-1]
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C in here, so that the fetching child is ended with us."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
