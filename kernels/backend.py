@@ -1,0 +1,103 @@
+"""The small operations of a layer, behind one seam: torch everywhere, C where it was built.
+
+Bits differ between backends (C fuses multiply and add), so the name goes into the fingerprint and two workers
+exchange blocks only when they use the same.
+"""
+
+from typing import Protocol
+
+import torch
+
+from kernels.activation import silu_mul
+from kernels.attention import attend, store_kv
+from kernels.cache import PagedCache
+from kernels.norm import rms_norm
+from kernels.rope import RopeTable, rotate
+from kernels.step import StepLayout
+
+
+class Backend(Protocol):
+    """Every method is batch-invariant: a token's result depends on that token and its own cached keys alone."""
+
+    name: str
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x `[tokens, size]`."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual); both inputs `[tokens, size]`, residual may be overwritten."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`[tokens, 2 * size]` to `[tokens, size]`."""
+        ...
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        table: RopeTable,
+        step: StepLayout,
+        cache: PagedCache,
+        layer: int,
+    ) -> torch.Tensor:
+        """Norms (Qwen3) and rotates q and k, writes k and v to the cache, returns q.
+
+        qkv `[tokens, (heads + 2 * kv_heads) * head_dim]`; q `[tokens, heads, head_dim]` fp32.
+        """
+        ...
+
+    def attention(self, q: torch.Tensor, step: StepLayout, cache: PagedCache, layer: int) -> torch.Tensor:
+        """q fp32 to `[tokens, heads * head_dim]` in the cache's dtype."""
+        ...
+
+
+class TorchBackend:
+    """The reference kernels, on any device."""
+
+    name = "torch"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul(gate_up)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        table: RopeTable,
+        step: StepLayout,
+        cache: PagedCache,
+        layer: int,
+    ) -> torch.Tensor:
+        layout = cache.layout
+        kv_size = layout.num_kv_heads * layout.head_dim
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=1)
+        q = q.reshape(len(q), -1, layout.head_dim)
+        k = k.reshape(len(k), -1, layout.head_dim)
+        if norms is not None:
+            q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+        cos, sin = table.cos[step.positions], table.sin[step.positions]
+        store_kv(rotate(k.float(), cos, sin), v.reshape(k.shape), step, cache, layer)
+        return rotate(q.float(), cos, sin)
+
+    def attention(self, q: torch.Tensor, step: StepLayout, cache: PagedCache, layer: int) -> torch.Tensor:
+        return attend(q, step, cache, layer).view(len(q), -1).to(cache.layout.dtype)
+
+
+def choose_backend(device: torch.device, block_size: int) -> Backend:
+    """The fastest backend that was built and fits; the same for every worker on a machine."""
+    return TorchBackend()

@@ -1,0 +1,102 @@
+"""The paged KV cache: one tensor, one block = block_size tokens of every layer in one contiguous piece.
+
+Shape `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]`; part 0 is K, part 1 is V. Inside a block
+K lies transposed (`[head_dim, block_size]`: a score kernel takes one key per lane, so no sum crosses lanes) and V
+as it comes (`[block_size, head_dim]`). Everyone else treats a block as opaque bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`bfloat16`, `float16` or `float32` as a torch dtype."""
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Sizes of one block. Two workers can exchange blocks when their `describe()` are equal."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_elements(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_elements * self.dtype.itemsize
+
+    def describe(self) -> dict[str, str | int]:
+        return {
+            "kv_dtype": dtype_name(self.dtype),
+            "kv_layout": "block(layer,kv,head,(k:dim,token|v:token,dim))",
+            "block_size": self.block_size,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+
+class PagedCache:
+    """`num_blocks` blocks on one device. Only the thread that runs the model may write."""
+
+    def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks = {num_blocks}: at least one is needed")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * layout.block_size)
+        # fill_ and not zeros: it touches every page now, so that no step pays for page faults later.
+        self.tensor = torch.empty(shape, dtype=layout.dtype, device=self.device).fill_(0)
+        self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self._host = self._bytes.view(-1).numpy().data if self.device.type == "cpu" else None
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """View `[num_blocks, num_kv_heads, head_dim, block_size]` of one layer's keys."""
+        layout = self.layout
+        return self.tensor[:, layer, 0].view(
+            self.num_blocks, layout.num_kv_heads, layout.head_dim, layout.block_size
+        )
+
+    def values(self, layer: int) -> torch.Tensor:
+        """View `[num_blocks, num_kv_heads, block_size, head_dim]` of one layer's values."""
+        layout = self.layout
+        return self.tensor[:, layer, 1].view(
+            self.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim
+        )
+
+    def block_bytes_view(self, block: int) -> memoryview:
+        """The bytes of one block: the cache's own memory on CPU, a copy on other devices."""
+        self._check(block)
+        if self._host is not None:
+            return self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
+        return self._bytes[block].cpu().numpy().data
+
+    def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        """Overwrites one block. `data` must have exactly `layout.block_bytes` bytes, else `ValueError`."""
+        self._check(block)
+        source = memoryview(data).cast("B")
+        if source.nbytes != self.layout.block_bytes:
+            raise ValueError(f"block {block}: {source.nbytes} bytes given, {self.layout.block_bytes} wanted")
+        if self._host is not None:
+            self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes] = source
+        else:
+            self._bytes[block].copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
+
+    def _check(self, block: int) -> None:
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} of {self.num_blocks}")

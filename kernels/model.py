@@ -1,0 +1,139 @@
+"""The forward pass of the Llama family over a paged cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+One ragged batch form for everything: rows with one or many query tokens over block tables (`StepLayout`). Every
+operation is batch-invariant, so a token's hidden state depends on its own sequence alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.backend import Backend
+from kernels.cache import PagedCache
+from kernels.linear import Linear, ProductChoices
+from kernels.model_config import ModelConfig
+from kernels.rope import RopeTable, make_rope_table
+from kernels.step import StepLayout
+from kernels.weights import Checkpoint, Progress, each_layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class CausalModel:
+    """Weights and arithmetic; holds no sequence. Built by `load_model`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: Backend,
+        rope: RopeTable,
+        embedding: torch.Tensor,
+        layers: list[_Layer],
+        final_norm: torch.Tensor,
+        head: Linear,
+        choices: ProductChoices,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+        self.choices = choices
+        self._rope = rope
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+
+    def forward(self, token_ids: torch.Tensor, step: StepLayout, cache: PagedCache) -> torch.Tensor:
+        """token_ids `[tokens]` int64 to normed hidden states `[tokens, hidden]`; writes this step's KV."""
+        ops, eps = self.backend, self.config.rms_norm_eps
+        residual = F.embedding(token_ids, self._embedding)
+        x = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
+        next_norms = [*(layer.attention_norm for layer in self._layers[1:]), self._final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            q = ops.rope_and_store(layer.qkv(x), layer.qk_norms, eps, self._rope, step, cache, index)
+            attended = layer.output(ops.attention(q, step, cache, index))
+            x, residual = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            inner = ops.silu_mul(layer.gate_up(x))
+            x, residual = ops.add_rms_norm(layer.down(inner), residual, next_norm, eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states `[rows, hidden]` to fp32 logits `[rows, vocab]`.
+
+        The head multiplies in fp32 whatever the model's dtype: a bf16 result has eight bits, and ties between the
+        best tokens would be everyday.
+        """
+        return self._head(hidden)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend,
+    max_model_len: int,
+    threads: int,
+    progress: Progress | None = None,
+) -> CausalModel:
+    """Reads and prepares all weights. Projections that read the same input are joined into one product."""
+    config = checkpoint.config
+    choices = ProductChoices(device, threads)
+
+    def weight(name: str) -> torch.Tensor:
+        return checkpoint.tensor(name).to(device, dtype)
+
+    def linear(prefix: str, *names: str) -> Linear:
+        parts = [weight(f"{prefix}{name}.weight") for name in names]
+        bias_names = [f"{prefix}{name}.bias" for name in names]
+        bias = None
+        if checkpoint.has(bias_names[0]):
+            bias = torch.cat([weight(name) for name in bias_names])
+        return Linear(torch.cat(parts) if len(parts) > 1 else parts[0], bias, dtype, choices)
+
+    def norms(prefix: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (
+            (weight(prefix + "q_norm.weight"), weight(prefix + "k_norm.weight")) if config.qk_norm else None
+        )
+
+    layers = []
+    for index in each_layer(config, progress):
+        prefix = f"model.layers.{index}."
+        layers.append(
+            _Layer(
+                attention_norm=weight(prefix + "input_layernorm.weight"),
+                qkv=linear(prefix + "self_attn.", "q_proj", "k_proj", "v_proj"),
+                qk_norms=norms(prefix + "self_attn."),
+                output=linear(prefix + "self_attn.", "o_proj"),
+                mlp_norm=weight(prefix + "post_attention_layernorm.weight"),
+                gate_up=linear(prefix + "mlp.", "gate_proj", "up_proj"),
+                down=linear(prefix + "mlp.", "down_proj"),
+            )
+        )
+    # clone: a tensor of the same dtype would keep the file mapped, and die with it
+    embedding = weight("model.embed_tokens.weight").clone()
+    head = embedding if config.tie_word_embeddings else weight("lm_head.weight")
+    return CausalModel(
+        config=config,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        rope=make_rope_table(config, max_model_len, device),
+        embedding=embedding,
+        layers=layers,
+        final_norm=weight("model.norm.weight").clone(),
+        head=Linear(head, None, torch.float32, choices),
+        choices=choices,
+    )

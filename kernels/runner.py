@@ -1,0 +1,200 @@
+"""ModelRunner: holds slots, runs one batch at a time through the model, samples. Control flow of a step.
+
+A slot is a running sequence's place on this worker: its block table, its sampling settings and, where penalties
+need them, its token counts. A batch brings changes only, so the cost of a step follows change, not context length.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.backend import choose_backend
+from kernels.cache import CacheLayout, PagedCache, dtype_name
+from kernels.model import CausalModel, load_model
+from kernels.model_config import ModelConfig
+from kernels.sampling import Draw, TokenCounts, needs_counts, sample
+from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
+from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
+
+
+@dataclass(slots=True)
+class _Slot:
+    prompt_len: int
+    num_blocks: int
+    sampling: SamplingLike
+    counts: TokenCounts | None
+
+
+class ModelRunner:
+    """Model, cache and slots of one worker. `run` belongs to one thread at a time; blocks are the caller's to give."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: PagedCache,
+        max_num_seqs: int,
+        max_model_len: int,
+        threads: int,
+        revision: str,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self._threads = threads
+        self._revision = revision
+        self._slots: list[_Slot | None] = [None] * max_num_seqs
+        table_width = -(-max_model_len // cache.layout.block_size)
+        self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
+        self._prepared_thread = -1
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.cache.layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
+    def attention_backend(self) -> str:
+        return self.model.backend.name
+
+    def describe(self) -> dict[str, str | int | float]:
+        """The model's part of the fingerprint: two workers may exchange blocks when all of it is equal."""
+        config = self.model.config
+        return {
+            "architecture": config.architecture,
+            "weights_revision": self._revision,
+            "dtype": dtype_name(self.model.dtype),
+            "device_kind": self.model.device.type,
+            "num_heads": config.num_heads,
+            "rope": ",".join(f"{name}={value}" for name, value in config.rope),
+            "rms_norm_eps": config.rms_norm_eps,
+            "vocab_size": config.vocab_size,
+            "attention_backend": self.attention_backend,
+            "linear_policy": ";".join(f"{k}={v}" for k, v in self.model.choices.describe().items()),
+            **self.layout.describe(),
+        }
+
+    def run(self, batch: BatchLike) -> StepResult:
+        """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each."""
+        self._prepare_thread()
+        with torch.inference_mode():
+            for slot in batch.left:
+                self._slots[slot] = None
+            for joined in batch.joined:
+                self._join(joined)
+            for slot, blocks in batch.grown:
+                self._grow(slot, blocks)
+            if not batch.slots:
+                return StepResult((), ())
+            return self._compute(batch)
+
+    def _prepare_thread(self) -> None:
+        """Thread counts belong to the calling thread in OpenMP, so they are set in the thread that runs."""
+        thread = threading.get_ident()
+        if thread != self._prepared_thread:
+            torch.set_num_threads(self._threads)
+            self._prepared_thread = thread
+
+    def _join(self, joined: JoinedLike) -> None:
+        sampling, tokens = joined.sampling, joined.tokens
+        counts = None
+        if needs_counts(sampling):
+            counts = TokenCounts(self.vocab_size, tokens[: joined.prompt_len], tokens[joined.prompt_len :])
+        self._slots[joined.slot] = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts)
+        self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
+
+    def _grow(self, slot: int, blocks: Sequence[int]) -> None:
+        held = self._held(slot)
+        self._tables[slot, held.num_blocks : held.num_blocks + len(blocks)] = blocks
+        held.num_blocks += len(blocks)
+
+    def _held(self, slot: int) -> _Slot:
+        held = self._slots[slot]
+        assert held is not None, f"slot {slot} is empty"
+        return held
+
+    def _compute(self, batch: BatchLike) -> StepResult:
+        starts = np.asarray(batch.starts, dtype=np.int32)
+        counts = np.asarray(batch.counts, dtype=np.int32)
+        slots = np.asarray(batch.slots, dtype=np.int64)
+        ends = starts + counts
+        assert counts.min() >= 1 and ends.max() <= self.max_model_len
+        block_size = self.layout.block_size
+        for slot, end in zip(batch.slots, ends.tolist(), strict=True):
+            assert self._held(slot).num_blocks * block_size >= end, (
+                f"slot {slot} has no block for position {end - 1}"
+            )
+        width = -(-int(ends.max()) // block_size)
+        device = self.model.device
+        step = StepLayout.make(starts, counts, self._tables[slots, :width], block_size, device)
+        token_ids = torch.from_numpy(np.asarray(batch.token_ids, dtype=np.int64)).to(device)
+        hidden = self.model.forward(token_ids, step, self.cache)
+        rows = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
+        ids: list[tuple[int, ...]] = [()] * len(slots)
+        logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(slots)
+        if len(rows):
+            lasts = torch.from_numpy((step.firsts + counts - 1)[rows].astype(np.int64)).to(device)
+            logits = self.model.logits(hidden[lasts]).cpu().numpy()
+            outputs = sample(logits, [self._draw(int(slots[row]), int(ends[row])) for row in rows])
+            for row, (token_id, logprob) in zip(rows.tolist(), outputs, strict=True):
+                ids[row] = (token_id,)
+                logprobs[row] = None if logprob is None else (logprob,)
+                seen = self._held(int(slots[row])).counts
+                if seen is not None:
+                    seen.append(token_id)
+        return StepResult(tuple(ids), tuple(logprobs))
+
+    def _draw(self, slot: int, end: int) -> Draw:
+        held = self._held(slot)
+        return Draw(held.sampling, end - held.prompt_len, held.counts)
+
+
+def load_runner(
+    model_path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_num_seqs: int = 64,
+    max_model_len: int | None = None,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`.
+
+    Raises `ModelNotFound` (no such model) and `UnsupportedModel` (a field or tensor it does not honour).
+    """
+    torch.set_num_threads(threads)
+    place = resolve_device(device)
+    folder = find_model(model_path)
+    config = ModelConfig.from_folder(folder)
+    length = config.served_length(max_model_len)
+    weight_dtype = resolve_dtype(dtype, config)
+    layout = CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, weight_dtype)
+    if num_blocks is None:
+        if kv_cache_bytes is None:
+            raise ValueError("give num_blocks or kv_cache_bytes")
+        num_blocks = kv_cache_bytes // layout.block_bytes
+    with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
+        revision = checkpoint.revision()
+        backend = choose_backend(place, block_size)
+        model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
+        cache = PagedCache(layout, num_blocks, place)
+    return ModelRunner(model, cache, max_num_seqs, length, threads, revision)
+
+
+def resolve_device(asked: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    return torch.device(asked)
