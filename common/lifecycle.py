@@ -46,9 +46,9 @@ def _moves(*phases: Phase) -> frozenset[Phase]:
 REQUEST_MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: _moves(Phase.QUEUED),
     Phase.QUEUED: _moves(Phase.PREFILLING),
-    Phase.PREFILLING: _moves(Phase.KV_READY, Phase.DECODING),
+    Phase.PREFILLING: _moves(Phase.KV_READY, Phase.DECODING, Phase.PREEMPTED),
     Phase.KV_READY: _moves(Phase.DECODE_READY),
-    Phase.DECODE_READY: _moves(Phase.DECODING),
+    Phase.DECODE_READY: _moves(Phase.DECODING, Phase.PREEMPTED),
     Phase.DECODING: _moves(Phase.PREEMPTED),
     Phase.PREEMPTED: _moves(Phase.PREFILLING, Phase.DECODE_READY),
     Phase.FINISHED: frozenset(),

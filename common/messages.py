@@ -329,12 +329,11 @@ class Rejected(Message):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Message):
-    """Output tokens the front has accepted, contiguous, from index `first` on."""
+    """Output tokens the front has accepted, contiguous: rows of (id, first output index, ids). `gaps` are attempts
+    from which tokens are missing before those that came: such an attempt cannot go on."""
 
-    id: RequestId
-    first: int
-    ids: tuple[int, ...]
-    attempt: Attempt
+    rows: tuple[tuple[RequestId, int, tuple[int, ...]], ...]
+    gaps: tuple[tuple[RequestId, Attempt], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

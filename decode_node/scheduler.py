@@ -59,6 +59,10 @@ class DecodeScheduler:
     def __len__(self) -> int:
         return len(self._seqs)
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether anything is held for `key`, a transfer under way included."""
+        return key in self._seqs
+
     def get(self, key: Key) -> Sequence | None:
         """A sequence this worker owns: not one whose transfer is still under way."""
         return None if key in self._reserved else self._seqs.get(key)
@@ -160,10 +164,6 @@ class DecodeScheduler:
         self._core.free(seq)
 
     def _preempt(self, seq: Sequence, now: float) -> None:
-        if seq.life.phase is Phase.DECODE_READY:
-            seq.life.move(Phase.DECODING, now)
-        if seq.life.phase is Phase.PREFILLING:
-            seq.life.move(Phase.DECODING, now)
         for place in (self._decoding, self._prefilling, self._ready):
             if seq in place:
                 place.remove(seq)

@@ -297,7 +297,7 @@ class DecodeWorker:
     def _end_on_command(
         self, message: AboutRequest, phase: Phase, reason: str, now: float
     ) -> list[Effect]:
-        if message.key not in self._scheduler.keys():
+        if message.key not in self._scheduler:
             return [self.records.ended_again(message.key)]
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)
@@ -311,5 +311,6 @@ class DecodeWorker:
         seq = self._scheduler.end(key, phase, now)
         if seq is None:
             return effects
-        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=len(seq.blocks)))
+        blocks = self._core.blocks_for(len(seq.tokens))
+        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=blocks))
         return effects

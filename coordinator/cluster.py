@@ -1,0 +1,470 @@
+"""The coordinator without its sockets: who gets which request, and what happens when somebody goes. Pure.
+
+    Submit ─▶ WAITING in the queue ─ a pair of workers has room ─▶ dispatched as attempt n ─▶ QUEUED
+      ─ first token at the front ─▶ PREFILLING is over ─ Started from the decode worker ─▶ DECODING ─▶ FINISHED
+    A worker lost, a failure, a gap in the tokens, or nobody who holds the attempt ─▶ WAITING, attempt n + 1,
+      from the tokens the front has accepted; the old attempt is fenced. A decode worker lost before the hand-over
+      only costs a Rebind.
+
+Reconciliation is by level: every heartbeat lists what its worker holds. What it holds and should not is aborted
+by the answer; what somebody should hold and nobody lists for `unheld_after_s` is dispatched again. Lost
+messages, orphans and a restart of this process all come down to that.
+
+Every wait here has a limit: the queue (`max_wait_s`, or the request's deadline), a command without answer
+(`ask_again_s`, MAX_ASKS times), a request without proof of life (`unheld_after_s`), attempts (MAX_ATTEMPTS).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.counters import Counters
+from common.effects import Effect, ToFront, ToWorker
+from common.lifecycle import REQUEST_MOVES, Phase
+from common.messages import (
+    Abort,
+    Accepted,
+    Admitted,
+    CancelRequest,
+    Decode,
+    Ended,
+    Heartbeat,
+    HeartbeatAck,
+    Later,
+    Message,
+    Prefill,
+    Progress,
+    Rebind,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    RequestEnded,
+    RequestFinished,
+    Sender,
+    Started,
+    Stop,
+    StopRequest,
+    Submit,
+)
+from common.request import Attempt, Key, Request, RequestId, WorkerId, pack_ids
+from coordinator.queue import Entry, WaitingQueue
+from coordinator.registry import Registry, Worker
+from coordinator.router import Router
+from coordinator.tracker import Tracked, Tracker
+
+MAX_ATTEMPTS = 6
+MAX_ASKS = 4
+MAX_DEATHS = 2
+
+
+class Cluster:
+    def __init__(
+        self,
+        registry: Registry,
+        queue: WaitingQueue,
+        *,
+        first_attempt: Attempt,
+        max_wait_s: float = 120.0,
+        ask_again_s: float = 1.0,
+        unheld_after_s: float = 2.5,
+    ) -> None:
+        self.registry = registry
+        self.queue = queue
+        self.tracker = Tracker()
+        self.counters = Counters()
+        self._router = Router()
+        self._attempt = first_attempt
+        self._max_wait_s = max_wait_s
+        self._ask_again_s = ask_again_s
+        self._unheld_after_s = unheld_after_s
+        self._next_look = 0.0
+        self.draining = False
+
+    # ------------------------------------------------------------ from the front
+
+    def submit(self, message: Submit, now: float) -> list[Effect]:
+        """Admits a request into the queue or rejects it at once."""
+        request = message.request
+        rejection = self._rejection(request)
+        if rejection is not None:
+            self.counters.add("requests_rejected_total", reason=rejection.error)
+            return [ToFront(request.front, rejection)]
+        deadline = None if message.deadline_s is None else now + message.deadline_s
+        tracked = self.tracker.new(request, deadline, now)
+        self._enqueue(tracked, now)
+        return [ToFront(request.front, Admitted(request.request_id)), *self._dispatch_waiting(now)]
+
+    def _rejection(self, request: Request) -> Rejected | None:
+        def no(error: str, reason: str, retry_after_s: float = 0.0) -> Rejected:
+            return Rejected(request.request_id, error, reason, retry_after_s)
+
+        if self.draining:
+            return no("NoWorker", "the service is shutting down")
+        limit = self.registry.max_model_len()
+        if limit is None or not self.registry.usable("decode"):
+            return no("NoWorker", "no decode worker is ready")
+        if request.max_total_tokens > limit:
+            asked = f"{request.prompt_tokens} prompt tokens and {request.sampling.max_tokens} output tokens"
+            return no("BadRequest", f"{asked} do not fit the limit of {limit} tokens")
+        full = self.queue.full_for(request.prompt_tokens)
+        return None if full is None else no("NotAdmitted", full, self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        """How long until what waits now should be through: tokens ahead over the pool's present rate."""
+        workers = self.registry.usable("prefill") or self.registry.usable("decode")
+        rate = sum(w.card.max_num_batched_tokens / max(w.load.step_s, 0.05) for w in workers)
+        return min(60.0, max(1.0, self.queue.tokens / max(rate, 1.0)))
+
+    def from_front(self, message: Message, now: float) -> list[Effect]:
+        match message:
+            case Progress():
+                return self._progress(message, now)
+            case RequestFinished():
+                return self._finished(message.id, now)
+            case StopRequest():
+                return self._stopped(message.id, now)
+            case CancelRequest():
+                return self._cancelled(message, now)
+        raise AssertionError(f"not a front's message: {type(message).__name__}")
+
+    def _progress(self, message: Progress, now: float) -> list[Effect]:
+        for request_id, first, ids in message.rows:
+            tracked = self.tracker.get(request_id)
+            if tracked is None:
+                continue
+            assert first == len(tracked.outputs)
+            if not tracked.outputs:
+                self._prompt_done(tracked, now)
+            tracked.outputs += ids
+            tracked.seen_at = now
+        effects: list[Effect] = []
+        for key in message.gaps:
+            tracked = self.tracker.present(key)
+            if tracked is not None:
+                effects += self._again(tracked, "tokens were lost on the way to the front", now)
+        return effects
+
+    def _prompt_done(self, tracked: Tracked, now: float) -> None:
+        """The first token is out (whatever else was lost on the way)."""
+        self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
+        if tracked.life.phase is Phase.QUEUED:
+            tracked.life.move(Phase.PREFILLING, now)
+        if tracked.life.phase is Phase.PREFILLING:
+            tracked.life.move(Phase.KV_READY if tracked.prefill is not None else Phase.DECODING, now)
+
+    def _finished(self, request_id: RequestId, now: float) -> list[Effect]:
+        tracked = self.tracker.get(request_id)
+        return [] if tracked is None else self._end(tracked, Phase.FINISHED, now)
+
+    def _stopped(self, request_id: RequestId, now: float) -> list[Effect]:
+        tracked = self.tracker.get(request_id)
+        if tracked is None:
+            return []
+        said: list[Effect] = [ToWorker(worker, Stop(*tracked.key)) for worker in tracked.holders]
+        return said + self._end(tracked, Phase.FINISHED, now)
+
+    def _cancelled(self, message: CancelRequest, now: float) -> list[Effect]:
+        tracked = self.tracker.get(message.id)
+        if tracked is None:
+            return []
+        self.counters.add("requests_aborted_total", phase=str(tracked.life.phase))
+        said = self._abort_holders(tracked, message.reason)
+        return said + self._end(tracked, Phase.ABORTED, now)
+
+    # ------------------------------------------------------------ from workers
+
+    def from_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
+        worker_id = WorkerId(sender.name)
+        match message:
+            case Register():
+                return self._register(message, sender, now)
+            case Heartbeat():
+                return self._heartbeat(message, sender, now)
+        if self.registry.get(worker_id, sender.incarnation) is None:
+            self._late(message)
+            return []
+        match message:
+            case Ended():
+                return self._ended(message, worker_id, now)
+            case Accepted() | Later() | Refused() | Started():
+                return self._about_attempt(message, worker_id, now)
+        self._late(message)
+        return []
+
+    def _register(self, message: Register, sender: Sender, now: float) -> list[Effect]:
+        worker_id = WorkerId(sender.name)
+        before = self.registry.get(worker_id)
+        effects: list[Effect] = []
+        if before is not None and not before.lost and before.incarnation != sender.incarnation:
+            self.registry.mark_lost(before)
+            effects += self._worker_lost(before, "was restarted", now)
+        answer = self.registry.register(message, sender, now)
+        effects.append(ToWorker(worker_id, answer))
+        if isinstance(answer, Registered):
+            effects += self._dispatch_waiting(now)
+        return effects
+
+    def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
+        worker_id = WorkerId(sender.name)
+        if not self.registry.heartbeat(message, sender, now):
+            return [ToWorker(worker_id, HeartbeatAck(known=False))]
+        unwanted: list[Key] = []
+        for request_id, attempt, phase in message.live:
+            tracked = self.tracker.present((request_id, attempt))
+            if tracked is None or worker_id not in tracked.holders:
+                unwanted.append((request_id, attempt))
+            else:
+                tracked.seen_at = now
+                self._advance(tracked, phase, now)
+        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted)))]
+
+    def _advance(self, tracked: Tracked, phase: str, now: float) -> None:
+        """The worker's phase, as far as it is ahead of ours by the table."""
+        if phase == Phase.PREFILLING and tracked.life.phase is Phase.QUEUED:
+            tracked.life.move(Phase.PREFILLING, now)
+
+    def _about_attempt(
+        self, message: Accepted | Later | Refused | Started, worker_id: WorkerId, now: float
+    ) -> list[Effect]:
+        tracked = self.tracker.present(message.key)
+        if tracked is None or worker_id not in tracked.holders:
+            self._late(message)
+            return []
+        tracked.seen_at = now
+        match message:
+            case Accepted():
+                tracked.command = None
+            case Later():
+                tracked.ask_at = now + message.retry_after_s
+                tracked.asks = 0
+            case Refused():
+                tracked.avoid.add(worker_id)
+                return self._again(tracked, f"{worker_id} refused: {message.reason}", now)
+            case Started():
+                self._started(tracked, now)
+        return []
+
+    def _started(self, tracked: Tracked, now: float) -> None:
+        """The decode worker owns it now."""
+        tracked.command = None
+        tracked.handed_over = True
+        self._router.prefilled(tracked.id, tracked.prefill)
+        for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
+            if phase in REQUEST_MOVES[tracked.life.phase]:
+                tracked.life.move(phase, now)
+
+    def _ended(self, message: Ended, worker_id: WorkerId, now: float) -> list[Effect]:
+        self.tracker.remember_end(worker_id, message)
+        tracked = self.tracker.present(message.key)
+        if tracked is None or worker_id not in tracked.holders:
+            return []
+        tracked.seen_at = now
+        tracked.command = None
+        if message.outcome == "handed_over":
+            self._router.prefilled(tracked.id, worker_id)
+            tracked.handed_over = True
+            return []
+        if message.outcome in ("finished", "unknown"):
+            return []  # the front has the last token, or `unheld_after_s` finds out that it has not
+        if tracked.handed_over and worker_id == tracked.prefill and worker_id != tracked.decode:
+            return []  # the decode worker's start beats the prefill worker's failure
+        return self._again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
+
+    def _late(self, message: Message) -> None:
+        self.counters.add("late_messages_total", kind=type(message).__name__)
+
+    # ------------------------------------------------------------ every turn
+
+    def turn(self, now: float) -> list[Effect]:
+        """Deaths, deadlines, unanswered commands, unheld requests, and the queue."""
+        effects: list[Effect] = []
+        for worker in self.registry.expire(now):
+            effects += self._worker_lost(worker, "stopped answering", now)
+        if now >= self._next_look:
+            self._next_look = now + self._ask_again_s / 4
+            for tracked in self.tracker.all():
+                effects += self._look_after(tracked, now)
+        return effects + self._dispatch_waiting(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `turn` must be called at the latest; None while there is nothing to watch."""
+        if len(self.tracker):
+            return max(now, self._next_look)
+        return now + 0.5 if self.registry.live() else None
+
+    def _look_after(self, tracked: Tracked, now: float) -> list[Effect]:
+        if tracked.life.phase is Phase.WAITING:
+            return self._out_of_time(tracked, now)
+        if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
+            said = self._abort_holders(tracked, "deadline")
+            return said + self._fail(tracked, "DeadlinePassed", "its deadline passed before the first token", now)
+        if tracked.command is not None:
+            return self._ask_again(tracked, now)
+        if now - tracked.seen_at >= self._unheld_after_s:
+            return self._again(tracked, "no worker holds it any more", now)
+        return []
+
+    def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
+        limit = self._max_wait_s if tracked.deadline is None else tracked.deadline - now + self._waited(tracked, now)
+        if self._waited(tracked, now) < limit:
+            return []
+        reason = f"no worker took it within {self._waited(tracked, now):.1f} s"
+        return self._fail(tracked, "DeadlinePassed" if not tracked.outputs else "RequestFailed", reason, now)
+
+    def _waited(self, tracked: Tracked, now: float) -> float:
+        return tracked.life.seconds_in(Phase.WAITING, now)
+
+    def _ask_again(self, tracked: Tracked, now: float) -> list[Effect]:
+        if now < tracked.ask_at:
+            return []
+        if tracked.asks >= MAX_ASKS:
+            return self._again(tracked, "the worker did not answer the dispatch", now)
+        tracked.asks += 1
+        tracked.ask_at = now + self._ask_again_s
+        assert tracked.command is not None
+        return [ToWorker(tracked.holders[0], tracked.command)]
+
+    # ------------------------------------------------------------ dispatch
+
+    def _enqueue(self, tracked: Tracked, now: float) -> None:
+        entry = Entry(tracked.id, tracked.request.priority, tracked.arrival, tracked.tokens, since=now)
+        self.queue.push(entry)
+
+    def _dispatch_waiting(self, now: float) -> list[Effect]:
+        """Gives out what workers have room for, in order; the first without room holds back the rest."""
+        effects: list[Effect] = []
+        while (entry := self.queue.first()) is not None:
+            tracked = self.tracker.get(entry.id)
+            assert tracked is not None
+            pair = self._pick(tracked)
+            if pair is None:
+                break
+            self.queue.remove(entry.id)
+            effects.append(self._dispatch(tracked, *pair, now))
+        return effects
+
+    def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
+        """The pair of workers for it; without a prefill worker the decode worker does both."""
+        deciders = self.registry.usable("decode")
+        prefillers = self.registry.usable("prefill")
+        if not deciders:
+            return None
+        if not prefillers:
+            local = self._router.pick_prefill(deciders, tracked.tokens, tracked.avoid)
+            if local is None or self._router.pick_decode([local], self._blocks(tracked, local), ()) is None:
+                return None
+            return None, local
+        decode = self._router.pick_decode(deciders, self._blocks(tracked, deciders[0]), tracked.avoid)
+        prefill = self._router.pick_prefill(prefillers, tracked.tokens, tracked.avoid)
+        return None if decode is None or prefill is None else (prefill, decode)
+
+    def _blocks(self, tracked: Tracked, worker: Worker) -> int:
+        return tracked.tokens // worker.card.block_size + 2
+
+    def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> Effect:
+        self._attempt = Attempt(self._attempt + 1)
+        tracked.attempt = self._attempt
+        tracked.attempts += 1
+        tracked.prefill = prefill.id if prefill is not None else None
+        tracked.decode = decode.id
+        tracked.handed_over = False
+        tracked.seen_at = now
+        tracked.life.move(Phase.QUEUED, now)
+        self._router.assign(
+            tracked.id, tracked.prefill or decode.id, decode.id, tracked.tokens, self._blocks(tracked, decode)
+        )
+        outputs = pack_ids(tracked.outputs)
+        if prefill is not None:
+            tracked.command = Prefill(*tracked.key, tracked.request, outputs, decode.card.address)
+        else:
+            tracked.command = Decode(*tracked.key, tracked.request, outputs)
+        tracked.asks = 1
+        tracked.ask_at = now + self._ask_again_s
+        return ToWorker((prefill or decode).id, tracked.command)
+
+    # ------------------------------------------------------------ when something goes
+
+    def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
+        self.counters.add("workers_lost_total", role=worker.role)
+        effects: list[Effect] = []
+        for tracked in self.tracker.dispatched():
+            if worker.id not in tracked.holders or (tracked.handed_over and worker.id != tracked.decode):
+                continue
+            effects += self._lost_holder(tracked, worker, how, now)
+        return effects
+
+    def _lost_holder(self, tracked: Tracked, worker: Worker, how: str, now: float) -> list[Effect]:
+        if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
+            return self._rebind(tracked, worker, how, now)
+        tracked.deaths += 1
+        tracked.avoid.add(worker.id)
+        if tracked.deaths >= MAX_DEATHS:
+            reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
+            said = self._abort_holders(tracked, reason)
+            return said + self._fail(tracked, "RequestFailed", reason, now)
+        return self._again(tracked, f"{worker.id} {how}", now)
+
+    def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:
+        """The prefill worker still has every block: only the destination changes."""
+        tracked.avoid.add(lost.id)
+        target = self._router.pick_decode(
+            self.registry.usable("decode"), self._blocks(tracked, lost), tracked.avoid
+        )
+        if target is None or target.id == lost.id or tracked.prefill is None:
+            return self._again(tracked, f"{lost.id} {how}", now)
+        self._router.release(tracked.id, None, tracked.decode)
+        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
+        tracked.decode = target.id
+        tracked.last_fault = f"{lost.id} {how}"
+        tracked.seen_at = now
+        if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target
+            tracked.command = Prefill(*tracked.key, tracked.request, tracked.command.output_ids, target.card.address)
+            return [ToWorker(tracked.prefill, tracked.command)]
+        tracked.command = Rebind(*tracked.key, target.card.address)
+        tracked.asks = 1
+        tracked.ask_at = now + self._ask_again_s
+        return [ToWorker(tracked.prefill, tracked.command)]
+
+    def _again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
+        """Back to the queue with what the front has; the present attempt is told to end."""
+        tracked.last_fault = why
+        said = self._abort_holders(tracked, why)
+        if tracked.attempts >= MAX_ATTEMPTS:
+            return said + self._fail(
+                tracked, "RequestFailed", f"given up after {tracked.attempts} attempts in {tracked.life.phase}: {why}", now
+            )
+        self.counters.add("requests_migrated_total")
+        self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
+        tracked.prefill = tracked.decode = None
+        tracked.command = None
+        tracked.life.move(Phase.WAITING, now)
+        self._enqueue(tracked, now)
+        return said
+
+    def _abort_holders(self, tracked: Tracked, reason: str) -> list[Effect]:
+        return [ToWorker(worker, Abort(*tracked.key, reason)) for worker in tracked.holders]
+
+    def _fail(self, tracked: Tracked, error: str, reason: str, now: float) -> list[Effect]:
+        ended = RequestEnded(tracked.id, error, reason)
+        return [ToFront(tracked.request.front, ended), *self._end(tracked, Phase.FAILED, now)]
+
+    def _end(self, tracked: Tracked, phase: Phase, now: float) -> list[Effect]:
+        """The one end of a request."""
+        self.queue.remove(tracked.id)
+        self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
+        tracked.life.move(phase, now)
+        tracked.command = None
+        self.tracker.end(tracked)
+        return self._dispatch_waiting(now)
+
+    # ------------------------------------------------------------ questions
+
+    def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
+        return self.tracker.timeline(request_id, now)
+
+    def num_waiting(self) -> int:
+        return len(self.queue)
+
+    def num_running(self) -> int:
+        return len(self.tracker) - len(self.queue)

@@ -1,0 +1,67 @@
+"""The coordinator's queue: the only long queue in the system, bounded by requests and by prompt tokens. Pure.
+
+Order: class (lower priority number first), then arrival. A request that goes back (next attempt) keeps its
+arrival, so it stands before everything that came after it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from common.request import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    id: RequestId
+    priority: int
+    arrival: int
+    tokens: int
+    since: float
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.priority, self.arrival)
+
+
+class WaitingQueue:
+    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._entries: list[Entry] = []
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def full_for(self, tokens: int) -> str | None:
+        """Why a new request of so many prompt tokens cannot wait here, or None. One request always can."""
+        if len(self._entries) >= self._max_requests:
+            return f"{len(self._entries)} requests are waiting, the limit is {self._max_requests}"
+        if self._entries and self.tokens + tokens > self._max_tokens:
+            return f"{self.tokens} prompt tokens are waiting, the limit is {self._max_tokens}"
+        return None
+
+    def push(self, entry: Entry) -> None:
+        insort(self._entries, entry, key=lambda e: e.order)
+        self.tokens += entry.tokens
+
+    def entries(self) -> list[Entry]:
+        """In order; a copy."""
+        return list(self._entries)
+
+    def first(self) -> Entry | None:
+        return self._entries[0] if self._entries else None
+
+    def remove(self, request_id: RequestId) -> Entry | None:
+        for index, entry in enumerate(self._entries):
+            if entry.id == request_id:
+                del self._entries[index]
+                self.tokens -= entry.tokens
+                return entry
+        return None
+
+    def age_s(self, now: float) -> float:
+        """How long the longest-waiting entry has stood here."""
+        return max((now - entry.since for entry in self._entries), default=0.0)

@@ -1,0 +1,218 @@
+"""Which workers there are, whether they live, and what they last said of themselves. Pure.
+
+A worker is its id; one life of it is its incarnation. A registration is checked against the fingerprint of the
+workers already here (KV may only pass between equals) and against the coordinator's own tokenizer. Liveness is
+the heartbeat, never a lack of output; a worker is lost when none came for `lost_after_s`, when its model thread
+made no progress for `hung_after_s`, or when a new incarnation of it registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.counters import HISTOGRAM_BUCKETS
+from common.fingerprint import Value, first_difference
+from common.messages import Heartbeat, Load, Register, Registered, RegistrationRefused, Role, Sender
+from common.request import Incarnation, WorkerId
+
+_NO_LOAD = Load(0, 0, 0, 0, 0, 0, 0.0)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One registered incarnation, and the totals of those before it."""
+
+    id: WorkerId
+    incarnation: Incarnation
+    card: Register
+    heard_at: float
+    load: Load = _NO_LOAD
+    progress_age_s: float = 0.0
+    draining: bool = False
+    lost: bool = False
+    counters: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    past_counters: dict[str, float] = field(default_factory=dict)
+    past_histograms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        return self.card.role
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.card.blocks_total * self.card.block_size
+
+    @property
+    def state(self) -> str:
+        if self.lost:
+            return "lost"
+        return "draining" if self.draining else "ready"
+
+    def totals(self) -> dict[str, float]:
+        """Counters over all incarnations: they never step back."""
+        names = {**self.past_counters, **self.counters}
+        return {n: self.past_counters.get(n, 0.0) + self.counters.get(n, 0.0) for n in names}
+
+    def histogram_totals(self) -> dict[str, tuple[float, ...]]:
+        return {
+            name: _add(self.past_histograms.get(name), self.histograms.get(name))
+            for name in {**self.past_histograms, **self.histograms}
+        }
+
+
+def _add(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> tuple[float, ...]:
+    if a is None or b is None:
+        return a or b or ()
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+class Registry:
+    def __init__(
+        self,
+        *,
+        tokenizer_hash: str | None,
+        fronts: Mapping[str, str],
+        max_model_len: int | None = None,
+        heartbeat_interval_s: float = 0.5,
+        lost_after_s: float = 3.0,
+        hung_after_s: float = 60.0,
+        max_workers: int = 4096,
+    ) -> None:
+        self._tokenizer_hash = tokenizer_hash
+        self._fronts = dict(fronts)
+        self._max_model_len_asked = max_model_len
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self._lost_after_s = lost_after_s
+        self._hung_after_s = hung_after_s
+        self._max_workers = max_workers
+        self._workers: dict[WorkerId, Worker] = {}
+
+    # ------------------------------------------------------------ what workers say
+
+    def register(
+        self, card: Register, sender: Sender, now: float
+    ) -> Registered | RegistrationRefused:
+        refusal = self._refusal(card)
+        if refusal is not None:
+            return refusal
+        worker_id = WorkerId(sender.name)
+        before = self._workers.get(worker_id)
+        worker = Worker(worker_id, sender.incarnation, card, heard_at=now)
+        if before is not None and before.incarnation != sender.incarnation:
+            worker.past_counters = before.totals()
+            worker.past_histograms = before.histogram_totals()
+        self._workers[worker_id] = worker
+        self._forget_long_lost()
+        limit = self.max_model_len()
+        assert limit is not None
+        return Registered(limit, self.heartbeat_interval_s, dict(self._fronts))
+
+    def _refusal(self, card: Register) -> RegistrationRefused | None:
+        theirs = card.fingerprint
+        for live in self.live():
+            difference = first_difference(live.card.fingerprint, theirs)
+            if difference is not None:
+                name, our_value, their_value = difference
+                return RegistrationRefused(name, str(our_value), str(their_value))
+        if self._tokenizer_hash is not None and theirs.get("tokenizer") != self._tokenizer_hash:
+            return RegistrationRefused("tokenizer", self._tokenizer_hash, str(theirs.get("tokenizer")))
+        return None
+
+    def heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> bool:
+        """Whether the sender is registered; if not it must register again."""
+        worker = self.get(WorkerId(sender.name), sender.incarnation)
+        if worker is None or worker.lost:
+            return False
+        worker.heard_at = now
+        worker.load = message.load
+        worker.progress_age_s = message.progress_age_s
+        worker.draining = message.draining
+        worker.counters = message.counters
+        worker.histograms = {
+            name: row
+            for name, row in message.histograms.items()
+            if name in HISTOGRAM_BUCKETS and len(row) == len(HISTOGRAM_BUCKETS[name]) + 3
+        }
+        return True
+
+    # ------------------------------------------------------------ what the coordinator asks
+
+    def get(self, worker_id: WorkerId, incarnation: Incarnation | None = None) -> Worker | None:
+        worker = self._workers.get(worker_id)
+        if worker is None or (incarnation is not None and worker.incarnation != incarnation):
+            return None
+        return worker
+
+    def all(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def live(self, role: Role | None = None) -> list[Worker]:
+        return [w for w in self._workers.values() if not w.lost and (role is None or w.role == role)]
+
+    def usable(self, role: Role) -> list[Worker]:
+        """Live workers that take new requests."""
+        return [w for w in self.live(role) if not w.draining]
+
+    def mark_lost(self, worker: Worker) -> None:
+        worker.lost = True
+        worker.load = _NO_LOAD
+
+    def expire(self, now: float) -> list[Worker]:
+        """Workers found lost by now."""
+        lost = [
+            worker
+            for worker in self.live()
+            if now - worker.heard_at > self._lost_after_s or worker.progress_age_s > self._hung_after_s
+        ]
+        for worker in lost:
+            self.mark_lost(worker)
+        return lost
+
+    def max_model_len(self) -> int | None:
+        """The longest prompt and answer together that fits, alone, into any live worker."""
+        limits = [min(w.card.max_model_len, w.capacity_tokens) for w in self.live()]
+        if not limits:
+            return None
+        asked = self._max_model_len_asked
+        return min(limits) if asked is None else min(asked, *limits)
+
+    def fingerprint(self) -> Mapping[str, Value] | None:
+        live = self.live()
+        return live[0].card.fingerprint if live else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`GET /admin/workers`."""
+        return [_row(worker) for worker in self._workers.values()]
+
+    def _forget_long_lost(self) -> None:
+        """Bounds the table: the oldest lost workers leave first."""
+        lost = [w for w in self._workers.values() if w.lost]
+        for worker in lost[: max(0, len(self._workers) - self._max_workers)]:
+            del self._workers[worker.id]
+
+
+def _row(worker: Worker) -> dict[str, Any]:
+    card, load = worker.card, worker.load
+    return {
+        "id": worker.id,
+        "role": card.role,
+        "pid": card.pid,
+        "host": card.host,
+        "address": card.address.control,
+        "state": worker.state,
+        "running": load.running,
+        "waiting": load.waiting,
+        "blocks_total": card.blocks_total,
+        "blocks_free": load.blocks_free,
+        "blocks_held": load.blocks_held,
+        "blocks_cached": load.blocks_cached,
+        "block_size": card.block_size,
+        "block_bytes": card.block_bytes,
+        "step_ms": round(load.step_s * 1e3, 3),
+        "threads": card.threads,
+        "device": card.device,
+        "incarnation": worker.incarnation,
+    }

@@ -1,0 +1,141 @@
+"""What the coordinator knows of each request: its view of the life, the present attempt, who holds it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.lifecycle import Life, Phase
+from common.messages import Ended, Message
+from common.request import Attempt, Key, Request, RequestId, WorkerId
+
+RECENT_LIMIT = 1024
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. `outputs` is what the front has accepted: where a next attempt starts."""
+
+    request: Request
+    arrival: int
+    life: Life
+    deadline: float | None
+    attempt: Attempt = Attempt(0)
+    attempts: int = 0
+    deaths: int = 0
+    outputs: list[int] = field(default_factory=list)
+    prefill: WorkerId | None = None
+    decode: WorkerId | None = None
+    command: Message | None = None  # the dispatch, until a worker has answered it
+    ask_at: float = 0.0
+    asks: int = 0
+    seen_at: float = 0.0  # last proof that somebody holds the present attempt
+    handed_over: bool = False
+    avoid: set[WorkerId] = field(default_factory=set)
+    ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)
+    last_fault: str = ""
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def key(self) -> Key:
+        return (self.request.request_id, self.attempt)
+
+    @property
+    def holders(self) -> list[WorkerId]:
+        """Workers that may hold the present attempt."""
+        return list(dict.fromkeys(w for w in (self.prefill, self.decode) if w is not None))
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and accepted output: what a next attempt prefills."""
+        return self.request.prompt_tokens + len(self.outputs)
+
+
+class Tracker:
+    """Live requests by id, and a bounded memory of ended ones for `/admin/requests/{id}`."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, Tracked] = {}
+        self._recent: dict[RequestId, Tracked] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def new(self, request: Request, deadline: float | None, now: float) -> Tracked:
+        self._arrivals += 1
+        tracked = Tracked(request, self._arrivals, Life(Phase.WAITING, now), deadline, seen_at=now)
+        self._live[tracked.id] = tracked
+        return tracked
+
+    def get(self, request_id: RequestId) -> Tracked | None:
+        return self._live.get(request_id)
+
+    def present(self, key: Key) -> Tracked | None:
+        """The live request whose present attempt is `key`."""
+        tracked = self._live.get(key[0])
+        return tracked if tracked is not None and tracked.attempt == key[1] else None
+
+    def all(self) -> list[Tracked]:
+        return list(self._live.values())
+
+    def dispatched(self) -> list[Tracked]:
+        return [t for t in self._live.values() if t.life.phase is not Phase.WAITING]
+
+    def end(self, tracked: Tracked) -> None:
+        del self._live[tracked.id]
+        self._recent[tracked.id] = tracked
+        if len(self._recent) > RECENT_LIMIT:
+            del self._recent[next(iter(self._recent))]
+
+    def remember_end(self, worker: WorkerId, ended: Ended) -> None:
+        """A worker's account of its part, also when it comes after the request's end."""
+        tracked = self._live.get(ended.id) or self._recent.get(ended.id)
+        if tracked is not None and ended.outcome != "unknown" and (worker, ended) not in tracked.ends:
+            tracked.ends.append((worker, ended))
+            del tracked.ends[:-32]
+
+    def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
+        tracked = self._live.get(request_id) or self._recent.get(request_id)
+        return None if tracked is None else _timeline(tracked, now)
+
+
+def _timeline(t: Tracked, now: float) -> dict[str, Any]:
+    """Durations are each taken inside one process; what lies between two processes shows in neither."""
+    done = [ended for _, ended in t.ends]
+    return {
+        "id": t.id,
+        "phase": str(t.life.phase),
+        "attempts": t.attempts,
+        "prompt_tokens": t.request.prompt_tokens,
+        "output_tokens": len(t.outputs),
+        "prefill_worker": t.prefill,
+        "decode_worker": t.decode,
+        "coordinator_seconds": _rounded(t.life.durations_s(now)),
+        "workers": [
+            {
+                "worker": worker,
+                "attempt": ended.attempt,
+                "outcome": ended.outcome,
+                "reason": ended.reason,
+                "seconds": _rounded(ended.durations_s),
+                "cached_tokens": ended.cached_tokens,
+                "blocks": ended.blocks,
+                "transferred_bytes": ended.transferred_bytes,
+            }
+            for worker, ended in t.ends
+        ],
+        "blocks": max((e.blocks for e in done), default=0),
+        "transferred_bytes": sum(e.transferred_bytes for e in done),
+        "cached_tokens": max((e.cached_tokens for e in done), default=0),
+        "last_fault": t.last_fault,
+    }
+
+
+def _rounded(durations_s: dict[str, float]) -> dict[str, float]:
+    return {phase: round(seconds, 6) for phase, seconds in durations_s.items()}
+
+
