@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.config import (
+    API_KEY_VARIABLE,
+    CoordinatorSettings,
+    EngineSettings,
+    ServeSettings,
+    Tier,
+    WorkerSettings,
+    parse_coordinator,
+    parse_serve,
+    parse_worker,
+)
+from common.errors import BadConfiguration
+from common.flags import GROUPS, _extra, build_parser, flag_name, parse_bytes, to_argv, visible_fields
+
+SETTINGS = (WorkerSettings, CoordinatorSettings, ServeSettings)
+
+
+def serve(*argv: str) -> ServeSettings:
+    return parse_serve(argv, {})
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(BadConfiguration) as refused:
+        serve(*argv)
+    assert refused.value.exit_code == 2
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "kvferry.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_serve_one_of_each_on_port_8000() -> None:
+    settings = serve()
+    assert (settings.prefill, settings.decode, settings.host, settings.port) == (1, 1, "127.0.0.1", 8000)
+    assert settings.shutdown_timeout == 30
+    assert settings.model_name == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize("model", SETTINGS)
+def test_every_flag_is_in_help_with_a_known_group(model: type[WorkerSettings]) -> None:
+    text = build_parser(model, "kvferry", "").format_help()
+    for name in visible_fields(model) - {"tiers", "collocated"}:
+        assert flag_name(name) in text
+        assert _extra(model.model_fields[name])["group"] in GROUPS
+    assert "parent-fd" not in text
+
+
+def test_help_shows_defaults_as_a_person_would_write_them() -> None:
+    text = " ".join(build_parser(ServeSettings, "kvferry serve", "").format_help().split())
+    assert "such as 2GiB (default: 1GiB)" in text
+    assert "SIGTERM or Ctrl-C (default: 30)" in text
+    assert "reuse the KV of a prompt's beginning (default: on)" in text
+
+
+def test_flags_of_the_contract_are_there() -> None:
+    names = (
+        "model served-model-name host port api-key dtype device max-model-len max-num-seqs max-num-batched-tokens "
+        "block-size num-kv-blocks kv-cache-memory enable-prefix-caching seed transfer prefix-cache-scope prefill decode"
+    )
+    text = build_parser(ServeSettings, "kvferry serve", "").format_help()
+    assert [name for name in names.split() if f"--{name}" not in text] == []
+    assert "--no-enable-prefix-caching" in text
+    assert "--advertise HOST:PORT" in build_parser(WorkerSettings, "kvferry prefill", "").format_help()
+
+
+def test_command_line_wins_over_file_wins_over_default(tmp_path: Path) -> None:
+    config = write(tmp_path, "max_num_seqs = 3\nblock_size = 32\n")
+    settings = serve("--config", config, "--max-num-seqs", "9")
+    assert (settings.max_num_seqs, settings.block_size, settings.max_queue) == (9, 32, 1024)
+
+
+def test_one_file_serves_all_commands(tmp_path: Path) -> None:
+    config = write(
+        tmp_path, 'port = 9000\nadvertise = "127.0.0.1:4000"\nblock_size = 32\n[tiers.batch]\nweight = 1\n'
+    )
+    assert parse_worker(["--config", config], "decode").block_size == 32
+    assert parse_worker(["--config", config], "decode").advertise == "127.0.0.1:4000"
+    assert parse_coordinator(["--config", config], {}).port == 9000
+    assert serve("--config", config).block_size == 32
+
+
+def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        "[tiers.interactive]\nttft_ms = 500\nitl_ms = 75\npriority = 0\nweight = 4\nmax_queue = 256\n",
+    )
+    tiers = serve("--config", config).all_tiers
+    assert tiers["interactive"] == Tier(ttft_ms=500, itl_ms=75, priority=0, weight=4, max_queue=256)
+    assert tiers["default"] == Tier()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_num_seq = 3", ["'max_num_seq'", "did you mean max_num_seqs?"]),
+        ("parent_fd = 3", ["unknown key 'parent_fd'"]),
+        ("[tiers.a]\nweigth = 3", ["'tiers.a.weigth'", "did you mean weight?"]),
+        ("[tiers.a]\nttft_ms = -1", ["tiers.a.ttft_ms", "greater than 0", "-1"]),
+        ("[tiers.a]\nttft_ms = nan", ["tiers.a.ttft_ms", "finite"]),
+        ("port = [1]", ["--port", "[1]"]),
+        ("port = ", ["not TOML"]),
+        ("collocated = true", ["collocated", "prefill = 0"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = refusal("--config", write(tmp_path, text))
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prot", "3"], ["--prot", "did you mean --port?"]),
+        (["--port", "x"], ["--port", "integer", "'x'"]),
+        (["--port", "70000"], ["--port", "65535"]),
+        (["--max-num", "3"], ["unknown flag --max-num"]),
+        (["--dtype", "bf16"], ["--dtype", "'bfloat16'", "'bf16'"]),
+        (["--decode", "0"], ["--decode", "greater than or equal to 1"]),
+        (["--kv-cache-memory", "2 parsec"], ["--kv-cache-memory", "2GiB"]),
+        (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "finite"]),
+        (["--transfer", "nccl"], ["--transfer nccl", "not in this release"]),
+        (["--config", "/nowhere/x.toml"], ["/nowhere/x.toml", "No such file"]),
+        (["--worker-timeout", "0.5"], ["--worker-timeout", "--heartbeat-interval"]),
+        (["stray"], ["unexpected argument stray"]),
+        (["--port"], ["--port", "expected one argument"]),
+    ],
+)
+def test_a_bad_command_line_is_refused_in_one_line(argv: list[str], words: list[str]) -> None:
+    message = refusal(*argv)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("10kB", 10_000),
+        ("4096", 4096),
+        ("1G", 10**9),
+    ],
+)
+def test_byte_sizes(text: str, number: int) -> None:
+    assert parse_bytes(text) == number
+    assert serve("--kv-cache-memory", text).kv_cache_memory == number
+
+
+# --- who may reach what ---
+
+
+def test_http_beyond_loopback_needs_a_key_or_a_word() -> None:
+    assert "--allow-unauthenticated" in refusal("--host", "0.0.0.0")
+    assert "--allow-unauthenticated" in refusal("--host", "my-machine.example")
+    assert serve("--host", "0.0.0.0", "--allow-unauthenticated").open_to_all
+    assert not serve("--host", "0.0.0.0", "--api-key", "k").open_to_all
+    assert not serve("--host", "::1").open_to_all
+    assert not serve("--host", "127.0.0.2", "--allow-unauthenticated").open_to_all
+
+
+def test_an_empty_key_is_no_key(tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("\n# nobody yet\n")
+    assert "--allow-unauthenticated" in refusal("--host", "0.0.0.0", "--api-key-file", str(empty))
+    assert "blanks" in refusal("--host", "0.0.0.0", "--api-key", "")
+    with pytest.raises(BadConfiguration):
+        parse_serve(["--host", "0.0.0.0"], {API_KEY_VARIABLE: " , "})
+
+
+def test_keys_of_flags_files_and_environment_add_up(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("three\n\n# a comment\n  four\n")
+    argv = ["--api-key", "one", "--api-key", "two", "--api-key-file", str(keys)]
+    settings = parse_coordinator(argv, {API_KEY_VARIABLE: "five,one"})
+    assert settings.api_keys == ("one", "two", "three", "four", "five")
+
+
+def test_a_refusal_never_prints_a_key() -> None:
+    assert "s3cret" not in refusal("--api-key", "s3cret with blanks")
+
+
+@pytest.mark.parametrize("flag", ["--coordinator=tcp://", "--advertise="])
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "gpu7", "[::]"])
+def test_worker_sockets_stay_on_loopback_for_want_of_keys(flag: str, host: str) -> None:
+    with pytest.raises(BadConfiguration, match="CURVE"):
+        parse_worker([f"{flag}{host}:5000"], "prefill")
+    parse_worker([f"{flag}127.0.0.1:5000"], "prefill")
+    parse_worker([f"{flag}[::1]:5000"], "prefill")
+
+
+def test_control_stays_on_loopback_and_may_pick_its_port() -> None:
+    assert "CURVE" in refusal("--control", "tcp://10.0.0.1:5000")
+    assert "tcp://HOST:PORT" in refusal("--control", "127.0.0.1:5000")
+    assert "tcp://HOST:PORT" in refusal("--control", "tcp://127.0.0.1:0")
+    assert serve().control == "tcp://127.0.0.1:*"
+    with pytest.raises(BadConfiguration, match="HOST:PORT"):
+        parse_worker(["--coordinator", "tcp://127.0.0.1:*"], "decode")
+
+
+# --- handing settings to a child ---
+
+
+def test_a_child_gets_what_its_parent_has_even_against_a_file(tmp_path: Path) -> None:
+    config = write(tmp_path, "max_queue = 7\nblock_size = 32\nenable_prefix_caching = false\n")
+    parent = serve("--config", config, "--max-queue", "1024", "--host", "::1", "--seed", "5")
+    fields = visible_fields(CoordinatorSettings) - {"collocated", "tiers"}
+    child = parse_coordinator([*to_argv(parent, fields), "--config", config], {})
+    assert {name: getattr(child, name) for name in fields} == {name: getattr(parent, name) for name in fields}
+    worker = parse_worker(to_argv(parent, visible_fields(EngineSettings)), "decode")
+    assert worker.block_size == 32
+    assert worker.enable_prefix_caching is False
+    assert worker.seed == 5

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.cores import available_cores, share_cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"),
+    [(2, 2, [1, 1]), (8, 2, [4, 4]), (7, 2, [4, 3]), (2, 4, [1, 1, 1, 1]), (8, 3, [3, 3, 2]), (1, 1, [1])],
+)
+def test_cores_are_shared_and_nobody_goes_without(cores: int, workers: int, threads: list[int]) -> None:
+    assert share_cores(cores, workers) == threads
+
+
+@pytest.mark.parametrize(("text", "limit"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1)])
+def test_a_containers_quota_counts(tmp_path: Path, text: str, limit: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    without = available_cores(tmp_path / "absent")
+    assert without >= 1
+    assert available_cores(tmp_path / "cpu.max") == (limit or without)
