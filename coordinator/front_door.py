@@ -1,0 +1,117 @@
+"""What every request passes before its route: its time is taken, its key checked, its id echoed.
+
+Pure ASGI, because a middleware that wraps the response (Starlette's decorator kind) hides that the client left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import Unauthorized
+from coordinator.errors_http import internal_error
+from coordinator.http_body import ASGIMessage, Receive, Scope, Send
+from coordinator.response_writer import ResponseWriter
+
+log = logging.getLogger("kvferry.http")
+
+GUARDED = ("/v1", "/admin")
+MAX_REQUEST_ID_CHARS = 200
+ARRIVAL = "kvferry.arrival"
+
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When the request's head came (monotonic), and whose key it brought: None where no keys are set."""
+
+    started_s: float
+    tenant: str | None
+
+
+class FrontDoor:
+    """Wraps the app. Without `api_keys`, everything is open."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+        self._app = app
+        # Digests have one length, so comparing them tells nothing of a key's; the tenant's name tells nothing of
+        # the key itself.
+        self._keys = {_digest(key.encode()): f"key-{_digest(key.encode()).hex()[:12]}" for key in api_keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        headers = dict(reversed(scope["headers"]))
+        send = _echoing(send, _request_id(headers.get(b"x-request-id")))
+        tenant = self._tenant(headers.get(b"authorization", b"")) if self._keys else None
+        if self._keys and tenant is None and _is_guarded(scope["path"]):
+            await ResponseWriter(send).error(
+                Unauthorized(
+                    "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
+                    code="invalid_api_key",
+                ),
+                unread=receive,
+            )
+            return
+        scope[ARRIVAL] = Arrival(started_s, tenant)
+        await self._guarded(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The last resort: what no route caught becomes a 500 that says nothing of the inside."""
+        started = False
+
+        async def watched(message: ASGIMessage) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if not started:
+                await ResponseWriter(send).error(internal_error())
+
+    def _tenant(self, authorization: bytes) -> str | None:
+        """Every key is compared, in constant time, whichever matches."""
+        scheme, _, key = authorization.partition(b" ")
+        digest = _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+        found = None
+        for known, name in self._keys.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32).digest()
+
+
+def _is_guarded(path: str) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in GUARDED)
+
+
+def _request_id(value: bytes | None) -> bytes | None:
+    """The client's id as it may be echoed: printable ASCII, cut. It names nothing here."""
+    if value is None:
+        return None
+    return bytes(byte for byte in value[:MAX_REQUEST_ID_CHARS] if 0x20 <= byte < 0x7F)
+
+
+def _echoing(send: Send, request_id: bytes | None) -> Send:
+    if not request_id:
+        return send
+
+    async def echoing(message: ASGIMessage) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+        await send(message)
+
+    return echoing

@@ -1,0 +1,257 @@
+"""One POST to a completion route, from its body to the last byte of its answer.
+
+Two tasks run for a request: the work, and a watch on the connection. Whichever ends first ends the other, so a
+client that leaves is noticed in every phase, tokenizing and waiting for admission included. Text is pulled: the
+next delta is asked for when the last one is written, so a slow reader holds one write at a time here.
+
+The status line waits for the first delta, so that what fails before it has its own status. If that takes longer
+than `keep_alive_s`, the stream begins with a comment and a later failure is an `error` event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import KvferryError
+from coordinator.answer import Answer, Piece
+from coordinator.errors_http import internal_error
+from coordinator.gateway import Gateway, TokenStream
+from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
+from coordinator.json_body import parse_object
+from coordinator.metrics import Metrics, RequestMeter
+from coordinator.openai_shapes import (
+    DONE,
+    ChatChunks,
+    ChunkShape,
+    Heading,
+    TextChunks,
+    TokenBytes,
+    Whole,
+    chat_response,
+    text_response,
+    usage,
+    whole_of,
+)
+from coordinator.request_builder import Job, RequestBuilder
+from coordinator.response_writer import ResponseWriter
+from coordinator.tokenizer import Tokenizer
+
+log = logging.getLogger("kvferry.http")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may take of the front."""
+
+    max_body_bytes: int = 4 << 20
+    body_timeout_s: float = 30.0
+    keep_alive_s: float = 15.0
+    write_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What differs between chat and text completions."""
+
+    build: Callable[[RequestBuilder, dict[str, Any], str | None], Awaitable[Job]]
+    chunks: type[ChunkShape]
+    respond: Callable[[Whole, TokenBytes], bytes]
+
+
+CHAT = Surface(RequestBuilder.chat, ChatChunks, chat_response)
+TEXT = Surface(RequestBuilder.text, TextChunks, text_response)
+
+
+@dataclass(frozen=True, slots=True)
+class Kitchen:
+    """What every request is made with."""
+
+    gateway: Gateway
+    tokenizer: Tokenizer
+    builder: RequestBuilder
+    metrics: Metrics
+    limits: Limits
+
+
+class Generation:
+    """One request. `started_s` is when its head arrived, `tenant` whose key it came with (None: no keys are set)."""
+
+    def __init__(self, kitchen: Kitchen, surface: Surface, started_s: float, tenant: str | None) -> None:
+        self._kitchen = kitchen
+        self._surface = surface
+        self._started_s = started_s
+        self._tenant = tenant
+        self._phase = "waiting"
+        self._leaving = "the server is stopping"
+        self._job: Job | None = None
+        self._meter: RequestMeter | None = None
+        self._answer: Answer | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out = ResponseWriter(send)
+        limits = self._kitchen.limits
+        try:
+            body = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
+        except ClientLeft:
+            return
+        except KvferryError as error:
+            self._rejected(error)
+            await out.error(error, unread=receive)
+            return
+        work = asyncio.create_task(self._serve(body, out))
+        try:
+            await self._supervise(work, receive, out)
+        except KvferryError as error:
+            self._failed(error)
+            await out.error(error)
+        except Exception:
+            log.exception("request %s failed", self._job.request.request_id if self._job else "-")
+            fault = internal_error()
+            self._failed(fault)
+            await out.error(fault)
+
+    # ------------------------------------------------------------ who watches
+
+    async def _supervise(self, work: asyncio.Task[None], receive: Receive, out: ResponseWriter) -> None:
+        """Ends with the work, or ends it when the client has left or does not read."""
+        left = asyncio.create_task(until_disconnect(receive))
+        try:
+            while not work.done():
+                limit_s = self._kitchen.limits.keep_alive_s
+                await asyncio.wait((work, left), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    break
+                if left.done() or self._is_stuck(out):
+                    self._leaving = "the client left" if left.done() else "the client stopped reading"
+                    self._left()
+                    return
+                await self._keep_alive(out)
+        finally:
+            left.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+        work.result()
+
+    def _is_stuck(self, out: ResponseWriter) -> bool:
+        since_s = out.writing_since_s
+        return since_s is not None and time.monotonic() - since_s > self._kitchen.limits.write_timeout_s
+
+    async def _keep_alive(self, out: ResponseWriter) -> None:
+        job = self._job
+        quiet_s = time.monotonic() - out.last_write_s
+        if job is None or not job.stream or out.writing_since_s is not None or out.ended:
+            return
+        if self._phase != "waiting" and quiet_s >= self._kitchen.limits.keep_alive_s:
+            await out.comment()
+
+    # ------------------------------------------------------------ who works
+
+    async def _serve(self, body: bytes, out: ResponseWriter) -> None:
+        kitchen = self._kitchen
+        job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._tenant)
+        self._answer = Answer(kitchen.tokenizer.text_bytes, job.request.sampling, job.stops)
+        stream = await kitchen.gateway.submit(job.request)
+        self._phase = "prefill"
+        self._meter = kitchen.metrics.meter(job.request.tier, self._started_s)
+        try:
+            await (self._stream(job, stream, out) if job.stream else self._whole(job, stream, out))
+        except asyncio.CancelledError:
+            stream.cancel(self._leaving)
+            raise
+        except BaseException:
+            stream.cancel("the front failed")
+            raise
+
+    async def _next(self, stream: TokenStream, job: Job) -> list[Piece]:
+        assert self._answer is not None and self._meter is not None
+        answer, meter = self._answer, self._meter
+        delta = await stream.next()
+        before = answer.completion_tokens
+        pieces = answer.push(delta)
+        meter.tokens_accepted(answer.completion_tokens - before, job.request.prompt_tokens)
+        if delta.ids:
+            self._phase = "decode"
+        if answer.finish is not None and delta.finish is None:
+            stream.stop()
+        return pieces
+
+    async def _stream(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
+        assert self._answer is not None and self._meter is not None
+        answer, meter = self._answer, self._meter
+        shape = self._surface.chunks(
+            self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage
+        )
+        data = shape.begin()
+        while answer.finish is None:
+            pieces = await self._next(stream, job)
+            data += b"".join([shape.piece(piece) for piece in pieces])
+            if answer.finish is not None:
+                break
+            if pieces:
+                await out.events(data)
+                meter.token_out(time.monotonic())
+                data = b""
+        if job.include_usage:
+            data += shape.usage(usage(job.request.prompt_tokens, answer))
+        await out.events(data + DONE, more=False)
+        if answer.completion_tokens:
+            meter.token_out(time.monotonic())
+        self._end(answer.finish, 200)
+
+    async def _whole(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
+        assert self._answer is not None and self._meter is not None
+        answer = self._answer
+        pieces: list[Piece] = []
+        while answer.finish is None:
+            before = self._meter.num_tokens
+            pieces += await self._next(stream, job)
+            if self._meter.num_tokens > before:
+                self._meter.token_out(time.monotonic())
+        scored = job.request.sampling.logprobs is not None
+        whole = whole_of(self._heading(job), pieces, answer, job.request.prompt_tokens, scored)
+        await out.whole(self._surface.respond(whole, self._kitchen.tokenizer.token_bytes))
+        self._end(answer.finish, 200)
+
+    def _heading(self, job: Job) -> Heading:
+        return Heading(job.request.request_id, job.model, int(time.time()))
+
+    # ------------------------------------------------------------ how it ended
+
+    def _failed(self, error: KvferryError) -> None:
+        if self._meter is None:
+            self._rejected(error)
+        else:
+            self._end("error", error.status)
+
+    def _rejected(self, error: KvferryError) -> None:
+        self._kitchen.metrics.rejected.labels(error.code or type(error).__name__).inc()
+        log.info("- %s %s %s", self._surface.chunks.object, error.status, error.code)
+
+    def _left(self) -> None:
+        self._kitchen.metrics.aborted.labels(self._phase).inc()
+        self._end("abort", 499)
+
+    def _end(self, reason: str, status: int) -> None:
+        """One line for each request, without a word of what was asked or answered."""
+        now_s = time.monotonic()
+        meter, job, answer = self._meter, self._job, self._answer
+        if meter is not None:
+            meter.end(reason, now_s)
+        first_s = meter.first_token_s if meter is not None else None
+        log.info(
+            "%s %d %s tier=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s total_ms=%.0f",
+            job.request.request_id if job else "-",
+            status,
+            reason,
+            job.request.tier if job else "-",
+            job.request.prompt_tokens if job else 0,
+            answer.completion_tokens if answer else 0,
+            "-" if first_s is None else f"{(first_s - self._started_s) * 1e3:.0f}",
+            (now_s - self._started_s) * 1e3,
+        )

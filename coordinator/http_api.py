@@ -1,0 +1,187 @@
+"""The HTTP routes of the contract over a Gateway, as one ASGI app.
+
+The two completion routes are `Generation`; all others answer at once from what the gateway knows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common.errors import KvferryError, NoWorker
+from common.request import FrontId
+from common.version import VERSION
+from coordinator.errors_http import (
+    MethodNotAllowed,
+    ObjectNotFound,
+    RouteNotFound,
+    error_headers,
+    error_object,
+    model_not_found,
+    shown,
+)
+from coordinator.front_door import ARRIVAL, ASGIApp, FrontDoor
+from coordinator.gateway import Gateway
+from coordinator.generation import CHAT, TEXT, Generation, Kitchen, Limits, Surface
+from coordinator.http_body import Receive, Scope, Send
+from coordinator.metrics import Metrics
+from coordinator.request_builder import RequestBuilder
+from coordinator.tokenizer import Tokenizer
+
+DEFAULT_FRONT = FrontId("front-0")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(
+    gateway: Gateway,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    served_models: Sequence[str],
+    tiers: Sequence[str] = ("default",),
+    api_keys: Sequence[str] = (),
+    front: FrontId = DEFAULT_FRONT,
+    limits: Limits | None = None,
+) -> ASGIApp:
+    """The first of `tiers` is the default one. Without `api_keys` every route is open."""
+    builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tuple(tiers), front)
+    kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
+    app = FastAPI(title="kvferry", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(KvferryError, _kvferry_error)
+    _add_completion_routes(app, kitchen)
+    _add_model_routes(app, gateway, tuple(served_models))
+    _add_operator_routes(app, gateway)
+    return FrontDoor(app, api_keys)
+
+
+def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
+    """uvicorn as this app wants it: `await server.serve(sockets=[…])` or `server.serve()`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,  # one line for each request is logged by `Generation`, with what it cost
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+        )
+    )
+
+
+class _Generate(Response):
+    """Hands the connection to `Generation`, which reads, watches and writes it itself."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__()
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generation(scope, receive, send)
+
+
+def _add_completion_routes(app: FastAPI, kitchen: Kitchen) -> None:
+    def generate(request: Request, surface: Surface) -> Response:
+        arrival = request.scope[ARRIVAL]
+        return _Generate(Generation(kitchen, surface, arrival.started_s, arrival.tenant))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return generate(request, CHAT)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return generate(request, TEXT)
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway, served_models: tuple[str, ...]) -> None:
+    created_s = int(time.time())
+
+    def entry(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "kvferry",
+            "max_model_len": gateway.max_model_len(),
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [entry(name) for name in served_models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in served_models:
+            raise model_not_found(name, served_models)
+        return _json(entry(name))
+
+
+def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        reason = gateway.health()
+        if reason is not None:
+            raise NoWorker(reason, code="not_ready")
+        return _json({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics_text(), media_type=METRICS_TYPE)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": VERSION})
+
+    @app.get("/admin/workers")
+    async def workers() -> Response:
+        return _json(gateway.workers())
+
+    @app.get("/admin/requests/{request_id}")
+    async def timeline(request_id: str) -> Response:
+        found = gateway.timeline(request_id)
+        if found is None:
+            raise ObjectNotFound(
+                f"No request {shown(request_id)!r} is known here, or it was forgotten.",
+                code="request_not_found",
+            )
+        return _json(found)
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type="application/json")
+
+
+async def _kvferry_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, KvferryError)
+    body = error_object(error)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error, body)}
+    return Response(body, error.status, headers)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or not by this method."""
+    assert isinstance(error, HTTPException)
+    path = shown(request.url.path)
+    if error.status_code == 405:
+        response = await _kvferry_error(
+            request,
+            MethodNotAllowed(f"{path} does not take {shown(request.method)}.", code="method_not_allowed"),
+        )
+        response.headers.update(error.headers or {})
+        return response
+    return await _kvferry_error(
+        request, RouteNotFound(f"There is nothing at {path}.", code="route_not_found")
+    )

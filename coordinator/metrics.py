@@ -1,0 +1,195 @@
+"""What the front measures of requests, and the text of `/metrics`.
+
+Every time is taken at the front on one monotonic clock: from the request's head to the first token, then from
+token to token, as they are written (or, where an answer is sent whole, as they arrive). What workers count arrives
+as snapshots and is laid out by `worker_metrics`. Measuring can never stop a request: a sample that is negative or
+not finite is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from coordinator.worker_metrics import PREFIX, SnapshotCollector, WorkerSnapshot
+
+TTFT_BUCKETS = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+ITL_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    5,
+)
+LONG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+ABORT_PHASES = ("waiting", "prefill", "decode")
+
+
+class Metrics:
+    """Every name of the contract that is measured at the front. `tiers` start at zero, so that they are seen
+    before their first request."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        # Creation times of every series would double the text.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._snapshots = SnapshotCollector()
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Request head received to first token written.", TTFT_BUCKETS
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "From one written token to the next.", ITL_BUCKETS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean gap between the tokens of one request.",
+            ITL_BUCKETS,
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Request head received to last byte written.", LONG_BUCKETS
+        )
+        self.handover_gap = self._histogram(
+            "handover_gap_seconds", "From a request's first token to its second.", ITL_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Time in the coordinator's queue.", QUEUE_BUCKETS
+        )
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt tokens of requests that got a first token.", "tier"
+        )
+        self.generation_tokens = self._counter(
+            "generation_tokens_total", "Output tokens accepted by the front.", "tier"
+        )
+        self.success = self._counter(
+            "request_success_total", "Requests that were taken in, by how they ended.", "finished_reason"
+        )
+        self.aborted = self._counter(
+            "requests_aborted_total", "Requests whose client left, by what they were doing.", "phase"
+        )
+        self.rejected = self._counter(
+            "requests_rejected_total", "Requests that were not taken in, by the error's code.", "reason"
+        )
+        self.dropped = self._counter(
+            "front_dropped_samples_total", "Samples that were negative or not finite.", "metric"
+        )
+        self._registry.register(self._snapshots)
+        self._begin_at_zero(tiers)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, help, ("tier",), registry=self._registry, buckets=buckets)
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(PREFIX + name, help, (label,), registry=self._registry)
+
+    def _begin_at_zero(self, tiers: Sequence[str]) -> None:
+        for tier in tiers:
+            for metric in (self.ttft, self.itl, self.tpot, self.e2e, self.handover_gap, self.queue_time):
+                metric.labels(tier)
+            self.prompt_tokens.labels(tier)
+            self.generation_tokens.labels(tier)
+        for reason in FINISHED_REASONS:
+            self.success.labels(reason)
+        for phase in ABORT_PHASES:
+            self.aborted.labels(phase)
+
+    def observe(self, histogram: Histogram, tier: str, seconds: float) -> None:
+        if math.isfinite(seconds) and seconds >= 0:
+            histogram.labels(tier).observe(seconds)
+        else:
+            self.dropped.labels(histogram._name).inc()
+
+    def meter(self, tier: str, started_s: float) -> RequestMeter:
+        return RequestMeter(self, tier, started_s)
+
+    def render(self, snapshots: Iterable[WorkerSnapshot]) -> bytes:
+        """Prometheus text of the front and of these workers."""
+        self._snapshots.show(snapshots)
+        return generate_latest(self._registry)
+
+
+class RequestMeter:
+    """Times and counts of one request. `now_s` is monotonic, like `started_s` (when the request's head came)."""
+
+    def __init__(self, metrics: Metrics, tier: str, started_s: float) -> None:
+        self._metrics = metrics
+        self._tier = tier
+        self._itl = metrics.itl.labels(tier)
+        self._generation_tokens = metrics.generation_tokens.labels(tier)
+        self._started_s = started_s
+        self._second_token = False
+        self._ended = False
+        self._last_s = 0.0
+        self.first_token_s: float | None = None
+        self.num_tokens = 0
+
+    def tokens_accepted(self, count: int, prompt_tokens: int) -> None:
+        """New output tokens arrived."""
+        if count <= 0:
+            return
+        if not self.num_tokens:
+            self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
+        self.num_tokens += count
+        self._generation_tokens.inc(count)
+
+    def token_out(self, now_s: float) -> None:
+        """A token's text was written, or arrived where the answer is sent whole."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self._metrics.observe(self._metrics.ttft, self._tier, now_s - self._started_s)
+        else:
+            gap_s = max(0.0, now_s - self._last_s)
+            self._itl.observe(gap_s)
+            if not self._second_token:
+                self._second_token = True
+                self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
+        self._last_s = now_s
+
+    def end(self, reason: str, now_s: float) -> None:
+        """`reason` is stop, length, abort or error. Counts once."""
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.success.labels(reason).inc()
+        self._metrics.observe(self._metrics.e2e, self._tier, now_s - self._started_s)
+        if self.first_token_s is not None and self.num_tokens > 1:
+            mean_s = (self._last_s - self.first_token_s) / (self.num_tokens - 1)
+            self._metrics.observe(self._metrics.tpot, self._tier, mean_s)

@@ -1,0 +1,208 @@
+"""A checked body and a tokenizer make the request that the cluster gets.
+
+Here is what depends on the model: whether it is served, whether token ids are in its vocabulary, how much room
+the context leaves. The rule for room: prompt + max_tokens may be as long as the context, which is the longest
+that any pair of workers holds. `max_tokens` absent means what fits for chat, and 16 (or what fits) for text.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import BadRequest, NoWorker, UnsupportedField
+from common.request import FrontId, Request, SamplingParams, pack_ids
+from coordinator.errors_http import model_not_found, shown
+from coordinator.gateway import Gateway
+from coordinator.openai_schema import CompletionFields, TextFields, read_chat, read_text
+from coordinator.tokenizer import Tokenizer
+
+DEFAULT_TEXT_MAX_TOKENS = 16
+NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request and how its answer is to be shown."""
+
+    request: Request
+    model: str
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+class RequestBuilder:
+    """`tiers` are the configured names, the first being the default one. `api_keys_set`: tenants are named by
+    their key, and `user` names none."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        tokenizer: Tokenizer,
+        served_models: tuple[str, ...],
+        tiers: tuple[str, ...],
+        front: FrontId,
+    ) -> None:
+        self._gateway = gateway
+        self._tokenizer = tokenizer
+        self._served_models = served_models
+        self._tiers = tiers
+        self._front = front
+
+    async def chat(self, body: dict[str, Any], tenant: str | None) -> Job:
+        """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
+        fields = read_chat(body)
+        context = self._check(fields)
+        ids = await self._tokenizer.encode_chat(
+            [message.for_template() for message in fields.messages], context
+        )
+        asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
+        field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
+        room = _room(len(ids), context, "messages")
+        max_tokens = room if asked is None else _fitting(asked, len(ids), context, field)
+        return self._job("chatcmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+
+    async def text(self, body: dict[str, Any], tenant: str | None) -> Job:
+        """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
+        fields = read_text(body)
+        context = self._check(fields)
+        ids = await self._prompt_ids(fields, context)
+        room = _room(len(ids), context, "prompt")
+        if fields.max_tokens is None:
+            max_tokens = min(DEFAULT_TEXT_MAX_TOKENS, room)
+        else:
+            max_tokens = _fitting(fields.max_tokens, len(ids), context, "max_tokens")
+        return self._job("cmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+
+    def _check(self, fields: CompletionFields) -> int:
+        """Everything that needs no prompt. Returns the length of the context."""
+        if fields.model not in self._served_models:
+            raise model_not_found(fields.model, self._served_models)
+        self._tier(fields)
+        self._check_ids(fields.stop_token_ids, "stop_token_ids")
+        self._logit_bias(fields)
+        context = self._gateway.max_model_len()
+        if context is None:
+            raise NoWorker(self._gateway.health() or "No worker is registered yet.", code="no_worker")
+        return context
+
+    async def _prompt_ids(self, fields: TextFields, context: int) -> list[int]:
+        if isinstance(fields.prompt, str):
+            ids = await self._tokenizer.encode(fields.prompt, context)
+            if not ids:
+                raise BadRequest(
+                    "prompt: is empty; give at least one token.", param="prompt", code="invalid_value"
+                )
+            return ids
+        _room(len(fields.prompt), context, "prompt")
+        self._check_ids(fields.prompt, "prompt")
+        return fields.prompt
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+        size = self._tokenizer.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            index = next(index for index, id in enumerate(ids) if not 0 <= id < size)
+            raise BadRequest(
+                f"{field}[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
+                param=field,
+                code="invalid_value",
+            )
+
+    def _logit_bias(self, fields: CompletionFields) -> tuple[tuple[int, float], ...]:
+        biases = {}
+        for key, value in fields.logit_bias.items():
+            id = int(key) if key.isascii() and key.isdecimal() and len(key) <= 10 else -1
+            if not 0 <= id < self._tokenizer.vocab_size:
+                raise BadRequest(
+                    f"logit_bias: {shown(key)!r} is not a token id of this model, which has 0 to "
+                    f"{self._tokenizer.vocab_size - 1}.",
+                    param="logit_bias",
+                    code="invalid_value",
+                )
+            biases[id] = value
+        return tuple(sorted(biases.items()))
+
+    def _tier(self, fields: CompletionFields) -> str:
+        if fields.service_tier in self._tiers:
+            return fields.service_tier
+        if fields.service_tier in NAMES_OF_DEFAULT_TIER:
+            return self._tiers[0]
+        raise UnsupportedField(
+            f"service_tier: {shown(str(fields.service_tier))!r} is not a tier of this server. Leave it out, or use one "
+            f"of: {', '.join(('auto', 'default', *self._tiers))}.",
+            param="service_tier",
+            code="unsupported_value",
+        )
+
+    def _job(
+        self,
+        id_prefix: str,
+        fields: CompletionFields,
+        ids: list[int],
+        max_tokens: int,
+        num_logprobs: int | None,
+        tenant: str | None,
+    ) -> Job:
+        request = Request(
+            request_id=self._gateway.mint_id(id_prefix),
+            prompt_ids=pack_ids(ids),
+            sampling=self._sampling(fields, max_tokens, num_logprobs),
+            front=self._front,
+            priority=fields.priority,
+            tier=self._tier(fields),
+            tenant=(fields.user or "") if tenant is None else tenant,
+            cache_salt=fields.cache_salt or "",
+        )
+        return Job(request, fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
+
+    def _sampling(self, fields: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        if fields.min_tokens > max_tokens:
+            raise BadRequest(
+                f"min_tokens: {fields.min_tokens} is more than the {max_tokens} tokens that the answer may have.",
+                param="min_tokens",
+                code="invalid_value",
+            )
+        end_ids = () if fields.ignore_eos else self._tokenizer.end_ids
+        return SamplingParams(
+            max_tokens=max_tokens,
+            # A seed is taken as 64 bits, a negative one by its two's complement.
+            seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+            temperature=float(fields.temperature),
+            top_p=float(fields.top_p),
+            top_k=0 if fields.top_k < 0 else min(fields.top_k, self._tokenizer.vocab_size),
+            min_p=float(fields.min_p),
+            repetition_penalty=float(fields.repetition_penalty),
+            presence_penalty=float(fields.presence_penalty),
+            frequency_penalty=float(fields.frequency_penalty),
+            logit_bias=self._logit_bias(fields),
+            min_tokens=fields.min_tokens,
+            end_token_ids=tuple(sorted({*end_ids, *fields.stop_token_ids})),
+            logprobs=logprobs,
+        )
+
+
+def _room(prompt_tokens: int, context: int, param: str) -> int:
+    """Tokens that the context leaves for the answer, at least one."""
+    if prompt_tokens >= context:
+        raise BadRequest(
+            f"{param}: has {prompt_tokens} tokens. The context of this server is {context} tokens, prompt and answer "
+            f"together; shorten it to at most {context - 1}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return context - prompt_tokens
+
+
+def _fitting(max_tokens: int, prompt_tokens: int, context: int, field: str) -> int:
+    if prompt_tokens + max_tokens > context:
+        asked = str(max_tokens) if max_tokens < 10**18 else "over 10^18"
+        raise BadRequest(
+            f"{field}: the prompt has {prompt_tokens} tokens and {field} is {asked}; the context of this server is "
+            f"{context} tokens for both. Set {field} to at most {context - prompt_tokens}, or leave it out.",
+            param=field,
+            code="context_length_exceeded",
+        )
+    return max_tokens

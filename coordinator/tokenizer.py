@@ -1,0 +1,225 @@
+"""Text to token ids and ids to bytes, from a model's folder, with `tokenizers` and jinja2 alone.
+
+Why not transformers: it would bring torch into the coordinator (1.5 s, 250 MB). What it would add, this file
+reads from the same JSON files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Encoder
+
+from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
+from coordinator.chat_template import ChatTemplate, find_template
+from coordinator.token_bytes import UnknownDecoder, bytes_rule
+
+LARGE_TEXT_CHARS = 8192
+MAX_LARGE_TEXTS = 32
+SHRINK_OF_NORMALIZER = {"Prepend": 1, "Replace": 1, "NFC": 3, "NFKC": 3}
+"""How many bytes of text may become one byte before it is cut into tokens. `Replace` is SentencePiece's space
+mark; NFC and NFKC fold at most three code points of a like size into one."""
+KEEPING_CUTS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split"})
+"""Pre-tokenizers that lose no text (`Split` unless it removes)."""
+
+
+class Tokenizer:
+    """Encodes prompts, renders chats, and knows the bytes of every token id.
+
+    `vocab_size` is the model's: ids are valid from 0 to vocab_size − 1. `end_ids` end an answer.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        text = _read(model_dir, "tokenizer.json")
+        spec = json.loads(text)
+        config = _read_json(model_dir, "config.json")
+        settings = _read_json(model_dir, "tokenizer_config.json")
+        self.tokenizer_hash = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._encoder = Encoder.from_str(text)
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        tokens = {id: token for token, id in self._encoder.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = _vocab_size(config, max(tokens) + 1)
+        self.special_ids = frozenset(added["id"] for added in spec["added_tokens"] if added["special"])
+        special_tokens = _special_tokens(model_dir, settings)
+        self.end_ids = _end_ids(
+            model_dir, config, self._encoder.token_to_id(special_tokens.get("eos_token", ""))
+        )
+        self._bos_id = self._encoder.token_to_id(special_tokens.get("bos_token", ""))
+        self._adds_bos = self._bos_id is not None and self._encoder.encode("").ids[:1] == [self._bos_id]
+        self._bytes = self._table(spec, tokens)
+        self._bytes_per_token = _longest_token_bytes(spec, self._bytes)
+        source = find_template(model_dir, settings)
+        self._template = None if source is None else ChatTemplate(source, special_tokens)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._large_texts = 0
+
+    def _table(self, spec: dict[str, Any], tokens: dict[int, str]) -> list[bytes]:
+        try:
+            rule = bytes_rule(spec.get("decoder"))
+        except UnknownDecoder as error:
+            raise ModelCannotBeLoaded(str(error)) from error
+        table = [b""] * self.vocab_size
+        for id, token in tokens.items():
+            table[id] = token.encode() if id in self.special_ids else rule(token)
+        return table
+
+    # ------------------------------------------------------------ ids to bytes
+
+    def token_bytes(self, id: int) -> bytes:
+        """What the token stands for; its own name if it is special, nothing if the vocabulary has no such id."""
+        return self._bytes[id] if 0 <= id < len(self._bytes) else b""
+
+    def text_bytes(self, id: int) -> bytes:
+        """What the token adds to an answer's text: special tokens add nothing."""
+        return b"" if id in self.special_ids else self.token_bytes(id)
+
+    # ------------------------------------------------------------ text to ids
+
+    async def encode(self, text: str, max_tokens: int) -> list[int]:
+        """A text prompt, with the special tokens that the tokenizer's post-processor adds.
+
+        Raises BadRequest when its bytes alone show that it is longer than `max_tokens`, NotAdmitted when too many
+        large texts are already being worked on.
+        """
+        self._check_bytes([text], max_tokens, "prompt")
+        return await self._off_the_loop(len(text), lambda: self.encode_now(text))
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
+        """A chat, rendered by the template, which itself writes every special token. Raises as `encode`."""
+        template = self._template
+        if template is None:
+            raise BadRequest(
+                "This model has no chat template; use /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        texts = [message["content"] for message in messages]
+        self._check_bytes(texts, max_tokens, "messages")
+        size = sum(map(len, texts))
+        return await self._off_the_loop(size, lambda: self._encode_rendered(template.render(messages)))
+
+    def encode_now(self, text: str) -> list[int]:
+        ids = self._encoder.encode(text).ids
+        # A prompt that spells out the BOS which the post-processor adds as well would have it twice.
+        return ids[1:] if self._adds_bos and ids[1:2] == [self._bos_id] else ids
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        assert self._template is not None
+        return self._template.render(messages)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=False).ids
+
+    def _check_bytes(self, texts: Sequence[str], max_tokens: int, param: str) -> None:
+        if self._bytes_per_token is None:
+            return
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        limit = max_tokens * self._bytes_per_token
+        if size > limit:
+            raise BadRequest(
+                f"The text has {size} bytes. The context of {max_tokens} tokens holds at most {limit} bytes, as no "
+                f"token stands for more than {self._bytes_per_token}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _off_the_loop(self, chars: int, encode: Callable[[], list[int]]) -> list[int]:
+        """Large texts in a thread (the library frees the GIL), so that streams and health checks go on."""
+        if chars <= LARGE_TEXT_CHARS:
+            return encode()
+        if self._large_texts >= MAX_LARGE_TEXTS:
+            raise NotAdmitted(
+                f"{MAX_LARGE_TEXTS} large prompts are already being tokenized.",
+                retry_after_s=1.0,
+                code="tokenizer_busy",
+            )
+        self._large_texts += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        # Counted down when the work ends, not when its client leaves.
+        work.add_done_callback(self._large_text_done)
+        return await work
+
+    def _large_text_done(self, _: asyncio.Future[list[int]]) -> None:
+        self._large_texts -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(model_dir: Path, name: str) -> str:
+    try:
+        return (model_dir / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelCannotBeLoaded(f"cannot read {model_dir / name}: {error.strerror}") from error
+
+
+def _read_json(model_dir: Path, name: str) -> dict[str, Any]:
+    """An absent file is an empty one: only tokenizer.json is in every model folder."""
+    if not (model_dir / name).is_file():
+        return {}
+    value = json.loads(_read(model_dir, name))
+    if not isinstance(value, dict):
+        raise ModelCannotBeLoaded(f"{model_dir / name} is not a JSON object")
+    return value
+
+
+def _vocab_size(config: dict[str, Any], tokenizer_size: int) -> int:
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size", tokenizer_size))
+    if tokenizer_size > size:
+        raise ModelCannotBeLoaded(
+            f"the tokenizer has ids up to {tokenizer_size - 1}, the model's vocab_size is {size}: they do not "
+            "belong together"
+        )
+    return int(size)
+
+
+def _special_tokens(model_dir: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Name → text, such as bos_token → <s>. An entry is a string, or an object with `content`."""
+    entries = _read_json(model_dir, "special_tokens_map.json") | settings
+    texts = {
+        name: entry.get("content") if isinstance(entry, dict) else entry
+        for name, entry in entries.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _end_ids(model_dir: Path, config: dict[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Every id that the model's files call the end: an instruct model often has two, in different files."""
+    listed = _read_json(model_dir, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    ids = listed if isinstance(listed, list) else [listed]
+    return tuple(sorted({int(id) for id in (*ids, tokenizer_eos) if id is not None}))
+
+
+def _longest_token_bytes(spec: dict[str, Any], table: Sequence[bytes]) -> int | None:
+    """The most bytes of text that one token can take up, or None where there is no such number.
+
+    There is none if a token may swallow any run of spaces beside it, or of unknown characters, or if text is
+    dropped before it is cut. (What a chat template trims does count: such a text is refused a little early.)
+    """
+    model = spec["model"]
+    swallows = any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"])
+    if swallows or (model.get("fuse_unk") and not model.get("byte_fallback")):
+        return None
+    normalizers = _parts(spec.get("normalizer"), "normalizers")
+    if any(step["type"] not in SHRINK_OF_NORMALIZER for step in normalizers):
+        return None
+    cuts = _parts(spec.get("pre_tokenizer"), "pretokenizers")
+    if any(step["type"] not in KEEPING_CUTS or step.get("behavior") == "Removed" for step in cuts):
+        return None
+    shrink = max((SHRINK_OF_NORMALIZER[step["type"]] for step in normalizers), default=1)
+    return shrink * max(map(len, table))
+
+
+def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a section of tokenizer.json, which holds nothing, one step, or a sequence."""
+    if step is None:
+        return []
+    return list(step[name]) if step["type"] == "Sequence" else [step]

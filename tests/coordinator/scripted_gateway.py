@@ -1,0 +1,164 @@
+"""A cluster in one object: answers every request with the ids of a script, and remembers what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from common.errors import KvferryError
+from common.messages import FinishReason
+from common.request import Request, RequestId, TokenLogprobs
+from coordinator.gateway import TokenDelta
+from coordinator.http_api import make_server
+from coordinator.metrics import Metrics
+from coordinator.worker_metrics import WorkerSnapshot
+
+
+@dataclass
+class Script:
+    """`group` ids travel in each delta, `gap_s` apart; `error` is raised after `error_after` deltas."""
+
+    ids: list[int]
+    finish: FinishReason = "length"
+    group: int = 1
+    gap_s: float = 0.0
+    first_s: float = 0.0
+    admit_s: float = 0.0
+    refuse: KvferryError | None = None
+    error: Exception | None = None
+    error_after: int = 0
+    cached_tokens: int = 0
+    top: int = 2
+
+
+class ScriptedStream:
+    def __init__(self, gateway: ScriptedGateway, request: Request, script: Script) -> None:
+        self.request_id = request.request_id
+        self._gateway = gateway
+        self._request = request
+        self._script = script
+        self._sent = 0
+        self._deltas = 0
+        self._over = False
+
+    async def next(self) -> TokenDelta:
+        script = self._script
+        assert not self._over, "asked for more after the end"
+        if pause_s := (script.gap_s if self._deltas else script.first_s):
+            await asyncio.sleep(pause_s)
+        if script.error is not None and self._deltas == script.error_after:
+            self._over = True
+            raise script.error
+        ids = tuple(script.ids[self._sent : self._sent + script.group])
+        self._sent += len(ids)
+        self._deltas += 1
+        self._gateway.deltas_taken += 1
+        last = self._sent >= len(script.ids)
+        self._over = last
+        wanted = self._request.sampling.logprobs
+        logprobs = None if wanted is None else tuple(_logprobs(id, wanted) for id in ids)
+        return TokenDelta(ids, logprobs, script.finish if last else None, script.cached_tokens)
+
+    def stop(self) -> None:
+        self._over = True
+        self._gateway.stopped.append(self.request_id)
+
+    def cancel(self, reason: str) -> None:
+        if not self._over:
+            self._over = True
+            self._gateway.cancelled.append((self.request_id, reason, time.monotonic()))
+
+
+def _logprobs(id: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.5 if id else float("-inf"), tuple((id + n, -0.5 - n) for n in range(count)))
+
+
+@dataclass
+class ScriptedGateway:
+    script: Callable[[Request], Script] = lambda request: Script([])
+    context: int | None = 8192
+    unhealthy: str | None = None
+    requests: list[Request] = field(default_factory=list)
+    stopped: list[RequestId] = field(default_factory=list)
+    cancelled: list[tuple[RequestId, str, float]] = field(default_factory=list)
+    withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
+    deltas_taken: int = 0
+    metrics: Metrics = field(default_factory=lambda: Metrics(("default", "fast")))
+    minted: int = 0
+
+    def answers(self, *ids: int, **how: Any) -> None:
+        self.script = lambda _: Script(list(ids), **how)
+
+    def reset(self) -> None:
+        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn):
+            seen.clear()  # type: ignore[attr-defined]
+        self.deltas_taken = 0
+        self.context, self.unhealthy = 8192, None
+
+    def mint_id(self, prefix: str) -> RequestId:
+        self.minted += 1
+        return RequestId(f"{prefix}-{self.minted}")
+
+    async def submit(self, request: Request, deadline_s: float | None = None) -> ScriptedStream:
+        script = self.script(request)
+        try:
+            await asyncio.sleep(script.admit_s)
+        except asyncio.CancelledError:
+            self.withdrawn.append((request.request_id, time.monotonic()))
+            raise
+        if script.refuse is not None:
+            raise script.refuse
+        self.requests.append(request)
+        return ScriptedStream(self, request, script)
+
+    def max_model_len(self) -> int | None:
+        return self.context
+
+    def health(self) -> str | None:
+        return self.unhealthy
+
+    def workers(self) -> list[dict[str, Any]]:
+        return [{"id": "decode-0", "role": "decode"}]
+
+    def timeline(self, request_id: str) -> dict[str, Any] | None:
+        return {"id": request_id} if request_id == "known" else None
+
+    def metrics_text(self) -> bytes:
+        return self.metrics.render([WorkerSnapshot("decode-0", "decode", blocks_free=3)])
+
+
+@dataclass
+class Served:
+    """A real uvicorn on a loopback port, in a thread of its own."""
+
+    gateway: ScriptedGateway
+    server: uvicorn.Server
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def serving(app: Any, gateway: ScriptedGateway) -> Iterator[Served]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = make_server(app, "127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield Served(gateway, server, listening.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
