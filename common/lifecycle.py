@@ -44,7 +44,7 @@ def _moves(*phases: Phase) -> frozenset[Phase]:
 
 
 REQUEST_MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: _moves(Phase.QUEUED),
+    Phase.WAITING: frozenset({Phase.QUEUED}) | _ENDS,
     Phase.QUEUED: _moves(Phase.PREFILLING),
     Phase.PREFILLING: _moves(Phase.KV_READY, Phase.DECODING, Phase.PREEMPTED),
     Phase.KV_READY: _moves(Phase.DECODE_READY),

@@ -11,7 +11,8 @@ by the answer; what somebody should hold and nobody lists for `unheld_after_s` i
 messages, orphans and a restart of this process all come down to that.
 
 Every wait here has a limit: the queue (`max_wait_s`, or the request's deadline), a command without answer
-(`ask_again_s`, MAX_ASKS times), a request without proof of life (`unheld_after_s`), attempts (MAX_ATTEMPTS).
+(`ask_again_s`, MAX_ASKS times), a request without proof of life (`unheld_after_s`), attempts in a row
+that bring no token (MAX_FRUITLESS).
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from common.request import Attempt, Key, Request, RequestId, WorkerId, pack_ids
 from coordinator.queue import Entry, WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
-from coordinator.tracker import Tracked, Tracker
+from coordinator.tracker import NO_ATTEMPT, Tracked, Tracker
 
-MAX_ATTEMPTS = 6
+MAX_FRUITLESS = 5
 MAX_ASKS = 4
 MAX_DEATHS = 2
 
@@ -134,9 +135,10 @@ class Cluster:
             if tracked is None:
                 continue
             assert first == len(tracked.outputs)
-            if not tracked.outputs:
+            if not tracked.prompt_done:
                 self._prompt_done(tracked, now)
             tracked.outputs += ids
+            tracked.fruitless = 0
             tracked.seen_at = now
         effects: list[Effect] = []
         for key in message.gaps:
@@ -146,7 +148,8 @@ class Cluster:
         return effects
 
     def _prompt_done(self, tracked: Tracked, now: float) -> None:
-        """The first token is out (whatever else was lost on the way)."""
+        """The attempt's first token is out (whatever else was lost on the way)."""
+        tracked.prompt_done = True
         self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
         if tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
@@ -368,7 +371,7 @@ class Cluster:
         tracked.attempts += 1
         tracked.prefill = prefill.id if prefill is not None else None
         tracked.decode = decode.id
-        tracked.handed_over = False
+        tracked.handed_over = tracked.prompt_done = False
         tracked.seen_at = now
         tracked.life.move(Phase.QUEUED, now)
         self._router.assign(
@@ -430,13 +433,14 @@ class Cluster:
         """Back to the queue with what the front has; the present attempt is told to end."""
         tracked.last_fault = why
         said = self._abort_holders(tracked, why)
-        if tracked.attempts >= MAX_ATTEMPTS:
-            return said + self._fail(
-                tracked, "RequestFailed", f"given up after {tracked.attempts} attempts in {tracked.life.phase}: {why}", now
-            )
+        tracked.fruitless += 1
+        if tracked.fruitless >= MAX_FRUITLESS:
+            stage = f"given up in {tracked.life.phase} after {tracked.fruitless} attempts without a token"
+            return said + self._fail(tracked, "RequestFailed", f"{stage}: {why}", now)
         self.counters.add("requests_migrated_total")
         self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
         tracked.prefill = tracked.decode = None
+        tracked.attempt = NO_ATTEMPT
         tracked.command = None
         tracked.life.move(Phase.WAITING, now)
         self._enqueue(tracked, now)

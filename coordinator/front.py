@@ -2,16 +2,17 @@
 
 Each output index is accepted once, from whoever says it first: a token is a function of the request, so the
 prefill worker's first token, the decode worker's repetition of it and a worker that comes back from the dead all
-say the same. A row that starts beyond the next index shows that a message was lost; the coordinator is told and
-starts a next attempt from what was accepted.
+say the same. A row that starts beyond the next index is kept for a moment; when what lies before it has not come
+after `gap_after_s`, a message was lost: the coordinator is told and starts a next attempt from what was accepted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import insort
+from dataclasses import dataclass, field
 
 from common.messages import FinishReason, Message, Progress, RequestFinished, TokenRow, Tokens
-from common.request import Attempt, RequestId, TokenLogprobs
+from common.request import RequestId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,18 @@ class Delta:
 @dataclass(slots=True)
 class _Stream:
     next_index: int = 0
+    early: list[TokenRow] = field(default_factory=list)  # rows beyond the next index, by index
+    early_since: float = 0.0
+
+
+MAX_EARLY_ROWS = 256
 
 
 class Front:
-    def __init__(self) -> None:
+    def __init__(self, *, gap_after_s: float = 0.5) -> None:
+        self._gap_after_s = gap_after_s
         self._streams: dict[RequestId, _Stream] = {}
+        self._gapped: dict[RequestId, None] = {}
         self._last_seq: dict[tuple[str, int], int] = {}
         self.late_rows = 0
         self.lost_messages = 0
@@ -46,36 +54,81 @@ class Front:
 
     def close(self, request_id: RequestId) -> bool:
         """No more is wanted. Idempotent."""
+        self._gapped.pop(request_id, None)
         return self._streams.pop(request_id, None) is not None
 
-    def accept(self, tokens: Tokens, worker: str, incarnation: int) -> tuple[list[Delta], list[Message]]:
+    def accept(
+        self, tokens: Tokens, worker: str, incarnation: int, now: float
+    ) -> tuple[list[Delta], list[Message]]:
         """One message of a worker. Returns what is new, and what the coordinator must hear."""
         self._count_lost(tokens.seq, worker, incarnation)
         deltas: list[Delta] = []
         progress: list[tuple[RequestId, int, tuple[int, ...]]] = []
-        gaps: list[tuple[RequestId, Attempt]] = []
         finished: list[Message] = []
         for row in tokens.rows:
             stream = self._streams.get(row.id)
             if stream is None:
                 self.late_rows += 1
-                continue
-            known = stream.next_index - row.first
-            if known < 0:
-                gaps.append((row.id, row.attempt))
-                continue
-            if known > len(row.ids) or (known == len(row.ids) and row.finish is None):
-                continue  # said before
-            new = row.ids[known:] if known else row.ids
-            if new:
-                progress.append((row.id, stream.next_index, new))
-                stream.next_index += len(new)
-            deltas.append(_delta(row, new, known))
-            if row.finish is not None:
-                del self._streams[row.id]
-                finished.append(RequestFinished(row.id, row.finish))
-        heard: list[Message] = [Progress(tuple(progress), tuple(gaps))] if progress or gaps else []
+            elif row.first > stream.next_index:
+                self._keep(stream, row, now)
+            else:
+                self._take(stream, row, deltas, progress, finished)
+                if stream.early:
+                    self._take_early(row.id, stream, deltas, progress, finished)
+        heard: list[Message] = [Progress(tuple(progress))] if progress else []
         return deltas, heard + finished
+
+    def gaps(self, now: float) -> list[Message]:
+        """Streams whose next token did not come though later ones did. To be called now and then."""
+        rows = []
+        for request_id in list(self._gapped):
+            stream = self._streams[request_id]
+            if now - stream.early_since >= self._gap_after_s:
+                rows += [(row.id, row.attempt) for row in stream.early[-1:]]
+                stream.early.clear()
+                del self._gapped[request_id]
+        return [Progress((), tuple(rows))] if rows else []
+
+    def _keep(self, stream: _Stream, row: TokenRow, now: float) -> None:
+        if not stream.early:
+            stream.early_since = now
+            self._gapped[row.id] = None
+        if len(stream.early) < MAX_EARLY_ROWS:
+            insort(stream.early, row, key=lambda r: r.first)
+
+    def _take_early(
+        self,
+        request_id: RequestId,
+        stream: _Stream,
+        deltas: list[Delta],
+        progress: list[tuple[RequestId, int, tuple[int, ...]]],
+        finished: list[Message],
+    ) -> None:
+        while stream.early and stream.early[0].first <= stream.next_index and request_id in self._streams:
+            self._take(stream, stream.early.pop(0), deltas, progress, finished)
+        if not stream.early:
+            self._gapped.pop(request_id, None)
+
+    def _take(
+        self,
+        stream: _Stream,
+        row: TokenRow,
+        deltas: list[Delta],
+        progress: list[tuple[RequestId, int, tuple[int, ...]]],
+        finished: list[Message],
+    ) -> None:
+        """A row that starts at or before the next index."""
+        known = stream.next_index - row.first
+        if known > len(row.ids) or (known == len(row.ids) and row.finish is None):
+            return  # said before
+        new = row.ids[known:] if known else row.ids
+        if new:
+            progress.append((row.id, stream.next_index, new))
+            stream.next_index += len(new)
+        deltas.append(_delta(row, new, known))
+        if row.finish is not None:
+            self.close(row.id)
+            finished.append(RequestFinished(row.id, row.finish))
 
     def _count_lost(self, seq: int, worker: str, incarnation: int) -> None:
         source = (worker, incarnation)

@@ -101,9 +101,10 @@ class Registry:
         worker_id = WorkerId(sender.name)
         before = self._workers.get(worker_id)
         worker = Worker(worker_id, sender.incarnation, card, heard_at=now)
-        if before is not None and before.incarnation != sender.incarnation:
-            worker.past_counters = before.totals()
-            worker.past_histograms = before.histogram_totals()
+        if before is not None and before.incarnation == sender.incarnation:
+            worker.past_counters, worker.past_histograms = before.past_counters, before.past_histograms
+        elif before is not None:
+            worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker
         self._forget_long_lost()
         limit = self.max_model_len()

@@ -10,6 +10,7 @@ from common.messages import Ended, Message
 from common.request import Attempt, Key, Request, RequestId, WorkerId
 
 RECENT_LIMIT = 1024
+NO_ATTEMPT = Attempt(0)
 
 
 @dataclass(slots=True)
@@ -20,8 +21,9 @@ class Tracked:
     arrival: int
     life: Life
     deadline: float | None
-    attempt: Attempt = Attempt(0)
+    attempt: Attempt = NO_ATTEMPT  # set while dispatched
     attempts: int = 0
+    fruitless: int = 0  # attempts in a row that brought no token
     deaths: int = 0
     outputs: list[int] = field(default_factory=list)
     prefill: WorkerId | None = None
@@ -30,6 +32,7 @@ class Tracked:
     ask_at: float = 0.0
     asks: int = 0
     seen_at: float = 0.0  # last proof that somebody holds the present attempt
+    prompt_done: bool = False
     handed_over: bool = False
     avoid: set[WorkerId] = field(default_factory=set)
     ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)

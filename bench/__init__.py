@@ -1,0 +1,1 @@
+"""How fast, measured or simulated."""

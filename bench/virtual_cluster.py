@@ -1,0 +1,426 @@
+"""A whole cluster in virtual time: the production objects, driven by an event heap instead of sockets. Pure.
+
+Schedulers, workers, transfer, front and coordinator are the very objects that serve; only bytes, clocks and the
+model are replaced: a block's content is the list of token ids whose KV it would hold, the next token is a function
+of the tokens before it, and a step takes the time that `StepTime` says. So a wrong block table, a late write or a
+lost block shows as a wrong content, and a run is a function of its seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from common.batching import Batch, BatchingCore
+from common.blocks import BlockPool
+from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender, ToWorker
+from common.messages import (
+    Admitted,
+    Block,
+    CancelRequest,
+    HeartbeatAck,
+    Message,
+    PeerAddress,
+    Register,
+    Registered,
+    Rejected,
+    RequestEnded,
+    Role,
+    Sender,
+    Submit,
+    Tokens,
+)
+from common.request import (
+    FrontId,
+    Incarnation,
+    Request,
+    RequestId,
+    TokenLogprobs,
+    WorkerId,
+    first_attempt_of_epoch,
+)
+from coordinator.cluster import Cluster
+from coordinator.front import Front
+from coordinator.queue import WaitingQueue
+from coordinator.registry import Registry
+from decode_node.worker import DecodeWorker
+from prefill_node.worker import PrefillWorker
+from transfer.receiver import TransferReceiver
+from transfer.sender import TransferSender
+
+FRONT = FrontId("front")
+VOCABULARY = 50_000
+HEARTBEAT_S = 0.5
+
+
+def next_token(tokens: list[int]) -> int:
+    """The virtual model."""
+    return (tokens[-1] * 31 + len(tokens) * 7 + 1) % VOCABULARY
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Chances, per message or frame, of the network."""
+
+    lose: float = 0.0
+    double: float = 0.0
+    delay_s: tuple[float, float] = (0.0001, 0.0005)
+    corrupt: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step: base + per row + per token."""
+
+    base_s: float = 0.008
+    row_s: float = 0.0005
+    token_s: float = 0.0003
+
+    def seconds(self, batch: Batch) -> float:
+        return self.base_s + self.row_s * len(batch.rows) + self.token_s * batch.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One worker's size."""
+
+    num_blocks: int = 256
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 256
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+NO_TOKEN = Row(())
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    submitted: float
+    ids: list[int] = field(default_factory=list)
+    stamps: list[float] = field(default_factory=list)
+    end: str | None = None  # finish reason, or the error's name, or "left"
+
+
+class VirtualWorker:
+    """One worker, its pool's contents, and whether a step is out."""
+
+    def __init__(self, name: str, role: Role, shape: Shape, step_time: StepTime) -> None:
+        self.name = WorkerId(name)
+        self.role: Role = role
+        self.shape = shape
+        self.step_time = step_time
+        self.incarnation = Incarnation(0)
+        self.alive = False
+        self.start()
+
+    def start(self) -> None:
+        """A new life: empty pool, new incarnation."""
+        shape = self.shape
+        self.incarnation = Incarnation(self.incarnation + 1)
+        self.pool = BlockPool(shape.num_blocks)
+        self.core = BatchingCore(
+            self.pool,
+            block_size=shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            prefix_caching=shape.prefix_caching,
+            fingerprint="virtual",
+        )
+        self.content: list[list[int]] = [[] for _ in range(shape.num_blocks)]
+        self.node: PrefillWorker | DecodeWorker
+        if self.role == "prefill":
+            sender = TransferSender(block_bytes=1000, window_bytes=8000)
+            self.node = PrefillWorker(self.core, sender, fingerprint="virtual", block_bytes=1000)
+        else:
+            receiver = TransferReceiver(block_bytes=1000)
+            self.node = DecodeWorker(self.core, receiver, fingerprint="virtual", block_bytes=1000)
+        self.busy = False
+        self.registered = False
+        self.alive = True
+        self.timer: float | None = None
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.name, self.incarnation, f"virtual://{self.name}", f"virtual://{self.name}")
+
+    @property
+    def sender(self) -> Sender:
+        return Sender(self.name, self.incarnation)
+
+    def card(self) -> Register:
+        shape = self.shape
+        return Register(
+            role=self.role,
+            fingerprint={"model": "virtual"},
+            address=self.address,
+            channels=("tcp",),
+            blocks_total=shape.num_blocks,
+            block_size=shape.block_size,
+            block_bytes=1000,
+            max_model_len=shape.num_blocks * shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            device="virtual",
+            threads=1,
+            pid=0,
+            host="virtual",
+            versions={},
+        )
+
+    def compute(self, batch: Batch) -> list[Row]:
+        """The virtual model's step: writes the rows' tokens into their blocks, checks all they attend to."""
+        block_size = self.shape.block_size
+        results = []
+        for seq, start, count, samples in zip(
+            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+        ):
+            for position in range(start, start + count):
+                block = self.content[seq.blocks[position // block_size]]
+                del block[position % block_size :]
+                block.append(seq.tokens[position])
+            if seq.num_outputs % 16 == 0 or count > 1:
+                self.check_content(seq.blocks, seq.tokens[: start + count])
+            results.append(Row((next_token(seq.tokens),)) if samples else NO_TOKEN)
+        return results
+
+    def check_content(self, blocks: list[int], tokens: list[int]) -> None:
+        """Every token's KV is where the block table says."""
+        block_size = self.shape.block_size
+        for index in range(-(-len(tokens) // block_size)):
+            expected = tokens[index * block_size : (index + 1) * block_size]
+            found = self.content[blocks[index]][: len(expected)]
+            assert found == expected, f"{self.name}: block {blocks[index]} holds {found}, not {expected}"
+
+
+class VirtualCluster:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        num_prefill: int,
+        num_decode: int,
+        prefill_shape: Shape | None = None,
+        decode_shape: Shape | None = None,
+        step_time: StepTime | None = None,
+        faults: Faults | None = None,
+        max_queue: int = 100_000,
+    ) -> None:
+        self.now = 0.0
+        self.faults = faults or Faults()
+        self.random = Random(seed)
+        self.answers: dict[RequestId, Answer] = {}
+        self.front = Front()
+        self.cluster = Cluster(
+            Registry(tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S),
+            WaitingQueue(max_requests=max_queue, max_tokens=1 << 40),
+            first_attempt=first_attempt_of_epoch(1),
+        )
+        shapes = {"prefill": prefill_shape or Shape(), "decode": decode_shape or Shape()}
+        names: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(num_prefill)]
+        names += [(f"decode-{i}", "decode") for i in range(num_decode)]
+        self.workers = {
+            WorkerId(name): VirtualWorker(name, role, shapes[role], step_time or StepTime())
+            for name, role in names
+        }
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._coordinator_timer = float("inf")
+        for worker in self.workers.values():
+            self._boot(worker)
+
+    # ------------------------------------------------------------ what a user of this does
+
+    def submit(self, request: Request, deadline_s: float | None = None) -> Answer:
+        answer = self.answers[request.request_id] = Answer(self.now)
+        self.front.open(request.request_id)
+        self._coordinator(self.cluster.submit(Submit(request, deadline_s), self.now))
+        return answer
+
+    def leave(self, request_id: RequestId) -> None:
+        """The client goes away."""
+        answer = self.answers[request_id]
+        if answer.end is None:
+            answer.end = "left"
+            self.front.close(request_id)
+            self._coordinator(self.cluster.from_front(CancelRequest(request_id, "client left"), self.now))
+
+    def kill(self, name: str) -> None:
+        self.workers[WorkerId(name)].alive = False
+
+    def restart(self, name: str) -> None:
+        worker = self.workers[WorkerId(name)]
+        worker.start()
+        self._boot(worker)
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, action))
+
+    def run(self, until: float) -> None:
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, action = heapq.heappop(heap)
+            action()
+        self.now = until
+
+    @property
+    def tokens_out(self) -> int:
+        return sum(len(answer.ids) for answer in self.answers.values())
+
+    # ------------------------------------------------------------ the network
+
+    def _deliver(self, action: Callable[[], None]) -> None:
+        """After a while, or never, or twice."""
+        faults = self.faults
+        if faults.lose and self.random.random() < faults.lose:
+            return
+        self.at(self.now + self.random.uniform(*faults.delay_s), action)
+        if faults.double and self.random.random() < faults.double:
+            self.at(self.now + self.random.uniform(*faults.delay_s) * 20, action)
+
+    def _coordinator(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ToWorker):
+                self._deliver(lambda e=effect: self._to_worker(e.worker, e.message))  # type: ignore[misc]
+            elif isinstance(effect, ToFront):
+                self._at_client(effect.message)
+        deadline = self.cluster.next_deadline(self.now)
+        if deadline is not None and (self._coordinator_timer > deadline or self._coordinator_timer <= self.now):
+            self._coordinator_timer = deadline + 0.01
+            self.at(self._coordinator_timer, self._coordinator_turn)
+
+    def _coordinator_turn(self) -> None:
+        if self.now >= self._coordinator_timer:
+            self._coordinator_timer = float("inf")
+            for gap in self.front.gaps(self.now):
+                self._coordinator(self.cluster.from_front(gap, self.now))
+            self._coordinator(self.cluster.turn(self.now))
+
+    def _at_client(self, message: Message) -> None:
+        """The coordinator's word to the front: same process, nothing is lost."""
+        if isinstance(message, (Rejected, RequestEnded)):
+            self.front.close(message.id)
+            answer = self.answers[message.id]
+            answer.end = answer.end or message.error
+        else:
+            assert isinstance(message, Admitted)
+
+    def _at_front(self, tokens: Tokens, sender: Sender) -> None:
+        deltas, heard = self.front.accept(tokens, sender.name, sender.incarnation, self.now)
+        for delta in deltas:
+            answer = self.answers[delta.id]
+            assert answer.end is None, "a token after the end"
+            answer.ids += delta.ids
+            answer.stamps.append(self.now)
+            answer.end = delta.finish
+        for message in heard:
+            self._coordinator(self.cluster.from_front(message, self.now))
+
+    # ------------------------------------------------------------ workers
+
+    def _boot(self, worker: VirtualWorker) -> None:
+        self._from_worker(worker, worker.card())
+        self._beat(worker, worker.incarnation)
+
+    def _beat(self, worker: VirtualWorker, incarnation: Incarnation) -> None:
+        if not worker.alive or worker.incarnation != incarnation:
+            return
+        message = worker.node.heartbeat(0.0) if worker.registered else worker.card()
+        self._from_worker(worker, message)
+        self.at(self.now + HEARTBEAT_S, lambda: self._beat(worker, incarnation))
+
+    def _from_worker(self, worker: VirtualWorker, message: Message) -> None:
+        sender = worker.sender
+        self._deliver(lambda: self._coordinator(self.cluster.from_worker(message, sender, self.now)))
+
+    def _to_worker(self, name: WorkerId, message: Message) -> None:
+        worker = self.workers[name]
+        if not worker.alive:
+            return
+        if isinstance(message, Registered):
+            worker.registered = True
+        elif isinstance(message, HeartbeatAck):
+            worker.registered = message.known
+            for key in message.abort:
+                self._carry_out(worker, worker.node.abort(key, "not wanted", self.now))
+        else:
+            self._carry_out(worker, worker.node.handle(message, WorkerId("coordinator"), self.now))
+        self._turn(worker)
+
+    def _peer_message(self, name: WorkerId, message: Message, sender: WorkerId) -> None:
+        worker = self.workers[name]
+        if worker.alive:
+            self._carry_out(worker, worker.node.handle(message, sender, self.now))
+            self._turn(worker)
+
+    def _block(self, name: WorkerId, header: Block, content: list[int], good: bool, sender: WorkerId) -> None:
+        worker = self.workers[name]
+        if not worker.alive or not isinstance(worker.node, DecodeWorker):
+            return
+        block = worker.node.block(header, sender, good, self.now)
+        if block is not None:
+            worker.content[block] = list(content)
+        self._turn(worker)
+
+    def _carry_out(self, worker: VirtualWorker, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToCoordinator(message):
+                    self._from_worker(worker, message)
+                case ToFront(_, message):
+                    assert isinstance(message, Tokens)
+                    self._deliver(lambda m=message, s=worker.sender: self._at_front(m, s))  # type: ignore[misc]
+                case ToReceiver(target, message):
+                    self._peer(worker, target.worker, message)
+                case ToSender(name, message):
+                    self._peer(worker, name, message)
+                case SendBlock():
+                    self._send_block(worker, effect)
+
+    def _peer(self, worker: VirtualWorker, name: WorkerId, message: Message) -> None:
+        self._deliver(lambda: self._peer_message(name, message, worker.name))
+
+    def _send_block(self, worker: VirtualWorker, effect: SendBlock) -> None:
+        header = Block(*effect.key, index=effect.index, part=0, checksum=0, size=1000)
+        content = list(worker.content[effect.block])
+        good = not (self.faults.corrupt and self.random.random() < self.faults.corrupt)
+        self._deliver(lambda: self._block(effect.target.worker, header, content, good, worker.name))
+
+    def _turn(self, worker: VirtualWorker) -> None:
+        """What an engine's loop does after every event."""
+        if not worker.busy:
+            batch = worker.node.schedule(self.now)
+            if batch is not None:
+                worker.busy = True
+                step_s = worker.step_time.seconds(batch)
+                life = worker.incarnation
+                self.at(self.now + step_s, lambda: self._step_done(worker, batch, step_s, life))
+        self._carry_out(worker, worker.node.turn(self.now))
+        deadline = worker.node.next_deadline()
+        if deadline is not None and (worker.timer is None or not self.now < worker.timer <= deadline):
+            worker.timer = max(deadline, self.now + 0.001)
+            self.at(worker.timer, lambda: self._timer(worker))
+
+    def _timer(self, worker: VirtualWorker) -> None:
+        if worker.alive and worker.timer is not None and self.now >= worker.timer:
+            worker.timer = None
+            self._turn(worker)
+
+    def _step_done(self, worker: VirtualWorker, batch: Batch, step_s: float, life: Incarnation) -> None:
+        if not worker.alive or worker.incarnation != life:
+            return
+        worker.busy = False
+        results = worker.compute(batch)
+        self._carry_out(worker, worker.node.finish(batch, results, step_s, self.now))
+        self._turn(worker)
