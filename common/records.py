@@ -65,6 +65,7 @@ class Records:
         reason: str = "",
         transferred_bytes: int = 0,
         blocks: int = 0,
+        retryable: bool = True,
     ) -> Effect:
         """The coordinator's word that this worker is done with the sequence, remembered for repeated commands."""
         ended = Ended(
@@ -76,6 +77,7 @@ class Records:
             cached_tokens=seq.cached_tokens,
             blocks=blocks,
             transferred_bytes=transferred_bytes,
+            retryable=retryable,
         )
         self.ledger.end(ended)
         return ToCoordinator(ended)

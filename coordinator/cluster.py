@@ -272,6 +272,9 @@ class Cluster:
             return []  # the front has the last token, or `unheld_after_s` finds out that it has not
         if tracked.handed_over and worker_id == tracked.prefill and worker_id != tracked.decode:
             return []  # the decode worker's start beats the prefill worker's failure
+        if not message.retryable:
+            said = self._abort_holders(tracked, message.reason)
+            return said + self._fail(tracked, "RequestFailed", f"it cannot be computed: {message.reason}", now)
         return self._again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
 
     def _late(self, message: Message) -> None:

@@ -246,16 +246,11 @@ class DecodeWorker:
         )
         return self._end(seq.key, Phase.FINISHED, "finished", outcome.finish, now)
 
-    def fail_batch(self, batch: Batch, reason: str, now: float) -> list[Effect]:
-        """The step raised: every row of it ends as failed, the worker lives."""
-        effects: list[Effect] = []
-        for seq in batch.rows:
-            seq.in_batch = False
-            if seq.over:
-                self._core.free(seq)
-            else:
-                effects += self._end(seq.key, Phase.FAILED, "failed", reason, now)
-        return effects
+    def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]:
+        """Its row raised, alone: it is not tried elsewhere. To be called before `finish`, which frees it."""
+        if seq.over:
+            return []
+        return self._end(seq.key, Phase.FAILED, "failed", reason, now, retryable=False)
 
     # ------------------------------------------------------------ every turn
 
@@ -302,7 +297,16 @@ class DecodeWorker:
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)
 
-    def _end(self, key: Key, phase: Phase, outcome: EndOutcome, reason: str, now: float) -> list[Effect]:
+    def _end(
+        self,
+        key: Key,
+        phase: Phase,
+        outcome: EndOutcome,
+        reason: str,
+        now: float,
+        *,
+        retryable: bool = True,
+    ) -> list[Effect]:
         """The one end of a request on this worker."""
         effects: list[Effect] = []
         sender = self._senders.pop(key, None)
@@ -312,5 +316,5 @@ class DecodeWorker:
         if seq is None:
             return effects
         blocks = self._core.blocks_for(len(seq.tokens))
-        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=blocks))
+        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=blocks, retryable=retryable))
         return effects

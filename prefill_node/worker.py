@@ -24,6 +24,7 @@ from common.messages import (
     Abort,
     AboutRequest,
     Accepted,
+    Block,
     Handover,
     Heartbeat,
     Later,
@@ -149,6 +150,11 @@ class PrefillWorker:
                     effects += self._end(key, Phase.FAILED, "failed", f"transfer: {reason}", now)
         return effects
 
+    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
+        """Nobody sends frames here."""
+        self.records.late("Block")
+        return None
+
     # ------------------------------------------------------------ steps
 
     def schedule(self, now: float) -> Batch | None:
@@ -204,16 +210,11 @@ class PrefillWorker:
         )
         return self._sender.prompt_computed(handover, now)
 
-    def fail_batch(self, batch: Batch, reason: str, now: float) -> list[Effect]:
-        """The step raised: every row of it ends as failed, the worker lives."""
-        effects: list[Effect] = []
-        for seq in batch.rows:
-            seq.in_batch = False
-            if seq.over:
-                self._core.free(seq)
-            else:
-                effects += self._end(seq.key, Phase.FAILED, "failed", reason, now)
-        return effects
+    def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]:
+        """Its row raised, alone: it is not tried elsewhere. To be called before `finish`, which frees it."""
+        if seq.over:
+            return []
+        return self._end(seq.key, Phase.FAILED, "failed", reason, now, retryable=False)
 
     # ------------------------------------------------------------ every turn
 
@@ -247,7 +248,15 @@ class PrefillWorker:
         return self._scheduler.keys()
 
     def _end(
-        self, key: Key, phase: Phase, outcome: str, reason: str, now: float, *, blocks: int = 0
+        self,
+        key: Key,
+        phase: Phase,
+        outcome: str,
+        reason: str,
+        now: float,
+        *,
+        blocks: int = 0,
+        retryable: bool = True,
     ) -> list[Effect]:
         """The one end of a request on this worker."""
         self._targets.pop(key, None)
@@ -263,5 +272,6 @@ class PrefillWorker:
             reason=reason,
             blocks=blocks,
             transferred_bytes=sent,
+            retryable=retryable,
         )
         return [*effects, ended]
