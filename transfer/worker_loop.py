@@ -1,0 +1,249 @@
+"""A worker's loop: drives a pure worker with sockets, a clock and the thread that runs the model.
+
+Event-driven, no polling: after each message, frame, finished step or deadline comes one turn:
+schedule the next step if none is out, then carry out what the worker wants said. The model step runs in its own
+thread; messages are taken, blocks copied and rows sent while it computes. Heartbeats leave from this loop and
+carry the age of the step that is out, so a hung kernel does not look healthy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import xxhash
+
+from common.batching import Batch, RowResult, Sequence
+from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
+from common.errors import BadConfiguration, StartupError
+from common.messages import (
+    Block,
+    Drain,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    Register,
+    Registered,
+    RegistrationRefused,
+    Sender,
+)
+from common.records import Records
+from common.request import Key, WorkerId
+from kernels.cache import PagedCache
+from transfer.links import Links
+
+log = logging.getLogger(__name__)
+
+REGISTER_AGAIN_S = 1.0
+
+
+class PureWorker(Protocol):
+    """What the loop drives: `PrefillWorker` and `DecodeWorker`."""
+
+    records: Records
+    draining: bool
+
+    @property
+    def idle(self) -> bool: ...
+    def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]: ...
+    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None: ...
+    def schedule(self, now: float) -> Batch | None: ...
+    def finish(
+        self, batch: Batch, results: Seq[RowResult], step_s: float, now: float
+    ) -> list[Effect]: ...
+    def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]: ...
+    def turn(self, now: float) -> list[Effect]: ...
+    def next_deadline(self) -> float | None: ...
+    def heartbeat(self, progress_age_s: float) -> Heartbeat: ...
+    def abort(self, key: Key, reason: str, now: float) -> list[Effect]: ...
+    def live_keys(self) -> list[Key]: ...
+
+
+Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
+"""Runs a batch: a result per row, and for rows that could not be computed, their index and why."""
+
+
+class WorkerLoop:
+    def __init__(
+        self, node: PureWorker, step: Step, cache: PagedCache, links: Links, card: Register, *, shutdown_timeout_s: float
+    ) -> None:
+        self._node = node
+        self._step = step
+        self._cache = cache
+        self._links = links
+        self._card = card
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._step_started: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._registered = asyncio.Event()
+        self._changed = asyncio.Event()  # something ended: whoever waits for idleness looks again
+        self._failure: asyncio.Future[None] | None = None
+        self._heartbeat_interval_s = 0.5
+        self._asked_to_stop = asyncio.Event()
+        self._stop_at_once = False
+
+    # ------------------------------------------------------------ life
+
+    async def run(self, coordinator: str) -> None:
+        """Serves until `stop`; then drains. Raises StartupError when the coordinator refuses this worker."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block)
+        beating = asyncio.create_task(self._beat())
+        stopping = asyncio.create_task(self._asked_to_stop.wait())
+        try:
+            await asyncio.wait({beating, stopping, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            if beating.done():
+                beating.result()
+            await self._drain()
+        finally:
+            beating.cancel()
+            stopping.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._links.close()
+            self._model_thread.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """First call drains, a second one stops at once."""
+        self._stop_at_once = self._asked_to_stop.is_set()
+        self._asked_to_stop.set()
+        self._changed.set()
+
+    async def _drain(self) -> None:
+        """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
+        self._node.draining = True
+        self._send_heartbeat()
+        deadline = time.monotonic() + self._shutdown_timeout_s
+        while not self._node.idle and not self._stop_at_once and time.monotonic() < deadline:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(0.5, deadline - time.monotonic()))
+            except TimeoutError:
+                self._send_heartbeat()
+        for key in self._node.live_keys():
+            self._carry_out(self._node.abort(key, "the worker shuts down", time.monotonic()))
+        self._carry_out(self._node.turn(time.monotonic()))
+        self._send_heartbeat()
+
+    async def _beat(self) -> None:
+        while True:
+            if self._registered.is_set():
+                self._send_heartbeat()
+                await asyncio.sleep(self._heartbeat_interval_s)
+            else:
+                self._links.to_coordinator(self._card)
+                try:
+                    await asyncio.wait_for(self._registered.wait(), REGISTER_AGAIN_S)
+                except TimeoutError:
+                    log.info("waiting for the coordinator")
+
+    def _send_heartbeat(self) -> None:
+        started = self._step_started
+        age_s = 0.0 if started is None else time.monotonic() - started
+        self._links.to_coordinator(self._node.heartbeat(age_s))
+
+    # ------------------------------------------------------------ coming in
+
+    def _from_coordinator(self, message: Message, sender: Sender) -> None:
+        match message:
+            case Registered():
+                self._heartbeat_interval_s = message.heartbeat_interval_s
+                self._links.connect_fronts(message.fronts)
+                if not self._registered.is_set():
+                    log.info("registered; longest prompt and answer together: %d tokens", message.max_model_len)
+                self._registered.set()
+            case RegistrationRefused():
+                self._refused(message)
+            case HeartbeatAck():
+                if not message.known:
+                    self._registered.clear()
+                    self._links.to_coordinator(self._card)
+                for key in message.abort:
+                    self._carry_out(self._node.abort(key, "the coordinator does not want it", time.monotonic()))
+            case Drain():
+                self._asked_to_stop.set()
+            case _:
+                self._carry_out(self._node.handle(message, WorkerId(sender.name), time.monotonic()))
+        self._turn()
+
+    def _refused(self, message: RegistrationRefused) -> None:
+        if self._failure is None or self._failure.done():
+            return
+        reason = f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here"
+        self._failure.set_exception(BadConfiguration(reason))
+
+    def _from_peer(self, message: Message, sender: Sender) -> None:
+        self._carry_out(self._node.handle(message, WorkerId(sender.name), time.monotonic()))
+        self._turn()
+
+    def _block(self, header: Block, sender: Sender, frame: memoryview) -> None:
+        good = len(frame) == header.size == self._cache.layout.block_bytes
+        good = good and xxhash.xxh3_64_intdigest(frame) == header.checksum
+        block = self._node.block(header, WorkerId(sender.name), good, time.monotonic())
+        if block is not None:
+            self._cache.write_block(block, frame)
+        self._turn()
+
+    # ------------------------------------------------------------ one turn
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._step_started is None:
+            batch = self._node.schedule(now)
+            if batch is not None:
+                self._step_started = now
+                loop = asyncio.get_running_loop()
+                done = loop.run_in_executor(self._model_thread, self._step, batch)
+                done.add_done_callback(lambda future: self._step_done(batch, future))
+        self._carry_out(self._node.turn(now))
+        self._set_timer(now)
+        self._changed.set()
+
+    def _step_done(
+        self, batch: Batch, future: asyncio.Future[tuple[Seq[RowResult], dict[int, str]]]
+    ) -> None:
+        if future.cancelled():
+            return
+        now = time.monotonic()
+        assert self._step_started is not None
+        step_s, self._step_started = now - self._step_started, None
+        results, failed = future.result()
+        effects: list[Effect] = []
+        for index, reason in failed.items():
+            effects += self._node.fail_row(batch.rows[index], reason, now)
+        self._carry_out(effects + self._node.finish(batch, results, step_s, now))
+        self._turn()
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._node.next_deadline()
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, deadline - now), self._turn)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToFront(front, message):
+                    self._links.to_front(front, message)
+                case ToCoordinator(message):
+                    self._links.to_coordinator(message)
+                case ToReceiver(target, message):
+                    self._links.to_receiver(target, message)
+                case ToSender(worker, message):
+                    self._links.to_sender(worker, message)
+                case SendBlock(target, key, index, block):
+                    self._links.send_block(target, key, index, self._cache.block_bytes_view(block))
+
+
+def exit_code_of(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, StartupError) else 1
