@@ -103,27 +103,28 @@ def load_model(
             bias = torch.cat([weight(name) for name in bias_names])
         return Linear(torch.cat(parts) if len(parts) > 1 else parts[0], bias, dtype, choices)
 
+    def kept(name: str) -> torch.Tensor:
+        # A copy: a tensor that needed no conversion would keep the checkpoint's file mapped.
+        return weight(name).clone()
+
     def norms(prefix: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return (
-            (weight(prefix + "q_norm.weight"), weight(prefix + "k_norm.weight")) if config.qk_norm else None
-        )
+        return (kept(prefix + "q_norm.weight"), kept(prefix + "k_norm.weight")) if config.qk_norm else None
 
     layers = []
     for index in each_layer(config, progress):
         prefix = f"model.layers.{index}."
         layers.append(
             _Layer(
-                attention_norm=weight(prefix + "input_layernorm.weight"),
+                attention_norm=kept(prefix + "input_layernorm.weight"),
                 qkv=linear(prefix + "self_attn.", "q_proj", "k_proj", "v_proj"),
                 qk_norms=norms(prefix + "self_attn."),
                 output=linear(prefix + "self_attn.", "o_proj"),
-                mlp_norm=weight(prefix + "post_attention_layernorm.weight"),
+                mlp_norm=kept(prefix + "post_attention_layernorm.weight"),
                 gate_up=linear(prefix + "mlp.", "gate_proj", "up_proj"),
                 down=linear(prefix + "mlp.", "down_proj"),
             )
         )
-    # clone: a tensor of the same dtype would keep the file mapped, and die with it
-    embedding = weight("model.embed_tokens.weight").clone()
+    embedding = kept("model.embed_tokens.weight")
     head = embedding if config.tie_word_embeddings else weight("lm_head.weight")
     return CausalModel(
         config=config,
@@ -133,7 +134,7 @@ def load_model(
         rope=make_rope_table(config, max_model_len, device),
         embedding=embedding,
         layers=layers,
-        final_norm=weight("model.norm.weight").clone(),
+        final_norm=kept("model.norm.weight"),
         head=Linear(head, None, torch.float32, choices),
         choices=choices,
     )

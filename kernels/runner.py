@@ -187,7 +187,8 @@ def load_runner(
         revision = checkpoint.revision()
         backend = choose_backend(place, block_size)
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
-        cache = PagedCache(layout, num_blocks, place)
+    # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
+    cache = PagedCache(layout, num_blocks, place)
     return ModelRunner(model, cache, max_num_seqs, length, threads, revision)
 
 
