@@ -43,12 +43,13 @@ WORKERS_LEAVING_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be started. `threads` by worker name."""
+    """What will be started. `threads` by worker name; `held` keeps ports for the children while it is open."""
 
     url: str
     model_name: str
     specs: tuple[ChildSpec, ...]
     threads: dict[str, int]
+    held: tuple[socket.socket, ...] = ()
 
 
 def serve(settings: ServeSettings) -> int:
@@ -60,10 +61,14 @@ def serve(settings: ServeSettings) -> int:
 
 def make_plan(settings: ServeSettings) -> Plan:
     """Chooses ports and threads and writes every child's command line."""
-    port = settings.port or free_port(settings.host)
-    control = settings.control
+    held: list[socket.socket] = []
+    port, control = settings.port, settings.control
+    if port == 0:
+        held.append(reserve_port(settings.host))
+        port = held[-1].getsockname()[1]
     if control.endswith(":*"):
-        control = f"{control.removesuffix('*')}{free_port('127.0.0.1')}"
+        held.append(reserve_port(control.removeprefix("tcp://").removesuffix(":*").strip("[]")))
+        control = control.removesuffix("*") + str(held[-1].getsockname()[1])
     settings = settings.model_copy(update={"port": port, "control": control})
     names = [f"prefill-{i}" for i in range(settings.prefill)] + [
         f"decode-{i}" for i in range(settings.decode)
@@ -72,7 +77,7 @@ def make_plan(settings: ServeSettings) -> Plan:
     threads = {name: settings.threads or share for name, share in zip(names, shared, strict=True)}
     specs = [_coordinator_spec(settings)]
     specs += [_worker_spec(settings, name, threads[name]) for name in names]
-    return Plan(_url(settings.host, port), settings.model_name, tuple(specs), threads)
+    return Plan(_url(settings.host, port), settings.model_name, tuple(specs), threads, tuple(held))
 
 
 def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
@@ -98,16 +103,20 @@ def _command(module: str, argv: Iterable[str]) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *argv, "--parent-fd={parent_fd}")
 
 
-def free_port(host: str) -> int:
-    """A port that was free a moment ago. Should it be taken before our child binds it, that ends with code 3."""
+def reserve_port(host: str) -> socket.socket:
+    """A socket that holds a free port for a child to listen on; it never listens itself.
+
+    To probe a port and close it again would let somebody else have it before the child binds. With SO_REUSEADDR
+    on both sides (zmq and HTTP servers set it) the child may bind beside us, the system gives the port to nobody
+    who asks for any, and it stays ours while the child is started again.
+    """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-            port: int = probe.getsockname()[1]
-            return port
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
     except OSError as error:
         raise CannotBind(f"--host {host}: {error}") from error
+    return held
 
 
 def _url(host: str, port: int) -> str:
@@ -142,6 +151,8 @@ class _Service:
             return await self._until_end(supervisor)
         finally:
             await supervisor.kill_all()
+            for held in self._plan.held:
+                held.close()
 
     async def _until_end(self, supervisor: Supervisor) -> int:
         asked = asyncio.create_task(self._signals.get())

@@ -11,7 +11,10 @@ import pytest
 
 from common.paths import child_environment, project_root, require_own_folders
 from common.version import VERSION
-from coordinator.launcher import free_port
+from coordinator.launcher import reserve_port
+
+# A port on which nobody listens.
+SILENT = reserve_port("127.0.0.1")
 
 
 def kvferry(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -38,7 +41,7 @@ def test_version_and_help() -> None:
         (["serve", "--prot", "1"], 2, "did you mean --port?"),
         (["serve", "--host", "0.0.0.0"], 2, "--allow-unauthenticated"),
         (["serve", "--model", "/nowhere/model"], 4, "/nowhere/model: no such folder"),
-        (["status", "--url", f"http://127.0.0.1:{free_port('127.0.0.1')}"], 1, "refused"),
+        (["status", "--url", f"http://127.0.0.1:{SILENT.getsockname()[1]}"], 1, "refused"),
     ],
 )
 def test_faults_are_one_line_with_the_code_of_the_contract(argv: list[str], code: int, words: str) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from common.config import API_KEY_VARIABLE, parse_coordinator, parse_serve, parse_worker
 from common.paths import child_environment
-from coordinator.launcher import Plan, free_port, make_plan, ready_lines
+from coordinator.launcher import Plan, make_plan, ready_lines, reserve_port
 from coordinator.supervisor import ChildSpec
 
 
 def plan_of(*argv: str) -> Plan:
-    return make_plan(parse_serve(argv, {}))
+    plan = make_plan(parse_serve(argv, {}))
+    for held in plan.held:
+        held.close()
+    return plan
 
 
 def flags(spec: ChildSpec) -> list[str]:
@@ -48,6 +55,29 @@ def test_one_process_each_and_all_on_one_control_port() -> None:
 
 def test_every_child_gets_the_pipe_of_the_launcher() -> None:
     assert all("--parent-fd={parent_fd}" in spec.argv for spec in plan_of().specs)
+
+
+def test_a_port_that_was_promised_is_kept_for_the_child() -> None:
+    """Nobody who asks for any port gets it; who asks for this one as our children do, gets it, also again."""
+    plan = make_plan(parse_serve(["--port", "0"], {}))
+    http, control = plan.held
+    assert plan.url == f"http://127.0.0.1:{http.getsockname()[1]}"
+    promised = {http.getsockname()[1], control.getsockname()[1]}
+    others = [reserve_port("127.0.0.1") for _ in range(300)]
+    assert promised.isdisjoint(other.getsockname()[1] for other in others)
+    with zmq.Context() as context:
+        for _ in range(2):
+            with context.socket(zmq.ROUTER) as router:
+                router.bind(f"tcp://127.0.0.1:{control.getsockname()[1]}")
+    for _ in range(2):
+        with socketserver.ThreadingTCPServer(
+            http.getsockname(), socketserver.BaseRequestHandler, False
+        ) as server:
+            server.allow_reuse_address = True
+            server.server_bind()
+            server.server_activate()
+    for held in (*plan.held, *others):
+        held.close()
 
 
 def test_collocated_without_a_prefill_pool() -> None:
@@ -143,7 +173,8 @@ class Stage:
     """The launcher as a process, with what it prints in files."""
 
     def __init__(self, folder: Path, worker: str, *flags: str) -> None:
-        self.port = free_port("127.0.0.1")
+        self._held = reserve_port("127.0.0.1")
+        self.port: int = self._held.getsockname()[1]
         self.pid_files = folder / "pids"
         self.pid_files.mkdir()
         self._out, self._err = folder / "out", folder / "err"
@@ -181,6 +212,12 @@ class Stage:
     def pid(self, name: str) -> int:
         return int((self.pid_files / name).read_text())
 
+    def close(self) -> None:
+        self._held.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def nobody_left(self) -> bool:
         """Within two seconds no worker lives and the port is free."""
         deadline_s = time.monotonic() + 2
@@ -193,9 +230,24 @@ class Stage:
         return False
 
 
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Stage]]:
+    """Starts stages and leaves nothing of them behind."""
+    with contextlib.ExitStack() as stages:
+
+        def start(folder: Path, worker: str, *flags: str) -> Stage:
+            stage = Stage(folder, worker, *flags)
+            stages.callback(stage.close)
+            return stage
+
+        yield start
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_ready_table_then_a_clean_stop(tmp_path: Path, number: signal.Signals) -> None:
-    stage = Stage(tmp_path, WORKER)
+def test_ready_table_then_a_clean_stop(
+    launch: Callable[..., Stage], tmp_path: Path, number: signal.Signals
+) -> None:
+    stage = launch(tmp_path, WORKER)
     stage.until("try it:")
     assert str(stage.pid("prefill-0")) in stage.out
     assert f"URL    http://127.0.0.1:{stage.port}/v1" in stage.out
@@ -205,8 +257,10 @@ def test_ready_table_then_a_clean_stop(tmp_path: Path, number: signal.Signals) -
     assert stage.nobody_left()
 
 
-def test_a_worker_killed_in_service_comes_back_with_another_pid(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, WORKER)
+def test_a_worker_killed_in_service_comes_back_with_another_pid(
+    launch: Callable[..., Stage], tmp_path: Path
+) -> None:
+    stage = launch(tmp_path, WORKER)
     stage.until("try it:")
     first = stage.pid("decode-0")
     os.kill(first, signal.SIGKILL)
@@ -219,16 +273,18 @@ def test_a_worker_killed_in_service_comes_back_with_another_pid(tmp_path: Path) 
     assert stage.process.wait(timeout=10) == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_serve_with_4_and_the_reason(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, UNLOADABLE_WORKER)
+def test_a_model_that_cannot_be_loaded_ends_serve_with_4_and_the_reason(
+    launch: Callable[..., Stage], tmp_path: Path
+) -> None:
+    stage = launch(tmp_path, UNLOADABLE_WORKER)
     assert stage.process.wait(timeout=10) == 4
     assert "cannot start: " in stage.err
     assert "exit code 4: kvferry prefill: no such tensor" in stage.err
     assert stage.nobody_left()
 
 
-def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, STUBBORN_WORKER, "--shutdown-timeout", "30")
+def test_a_second_signal_stops_at_once(launch: Callable[..., Stage], tmp_path: Path) -> None:
+    stage = launch(tmp_path, STUBBORN_WORKER, "--shutdown-timeout", "30")
     stage.until("try it:")
     stage.process.send_signal(signal.SIGINT)
     stage.until("once more stops at once")
@@ -237,19 +293,21 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     assert stage.nobody_left()
 
 
-def test_kill_9_of_the_launcher_leaves_nobody(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, STUBBORN_WORKER)
+def test_kill_9_of_the_launcher_leaves_nobody(launch: Callable[..., Stage], tmp_path: Path) -> None:
+    stage = launch(tmp_path, STUBBORN_WORKER)
     stage.until("try it:")
     stage.process.kill()
     stage.process.wait()
     assert stage.nobody_left()
 
 
-def test_somebody_elses_service_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_somebody_elses_service_on_the_port_is_not_taken_for_ours(
+    launch: Callable[..., Stage], tmp_path: Path
+) -> None:
     """Its workers have other process ids; our coordinator fails to bind and says so."""
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()
-    theirs = Stage(tmp_path / "theirs", WORKER)
+    theirs = launch(tmp_path / "theirs", WORKER)
     theirs.until("try it:")
     unbindable = "import sys, time; time.sleep(0.5); print('port taken'); sys.exit(3)"
     command = [sys.executable, "-c", STAGE, str(theirs.port), str(tmp_path / "ours"), unbindable, WORKER]
