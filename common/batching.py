@@ -140,6 +140,7 @@ class BatchingCore:
         max_num_batched_tokens: int,
         prefix_caching: bool,
         fingerprint: str,
+        tenant_scope: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -147,6 +148,7 @@ class BatchingCore:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching = prefix_caching
         self._fingerprint = fingerprint
+        self._tenant_scope = tenant_scope
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._joining: dict[int, Sequence] = {}
         self._growing: dict[int, list[int]] = {}
@@ -170,9 +172,14 @@ class BatchingCore:
     def hash_prompt(self, seq: Sequence) -> list[bytes]:
         """Prefix hashes of the complete blocks of everything the sequence holds."""
         if self.prefix_caching:
-            seq.seed = seq.seed or seed_hash(self._fingerprint, seq.request.cache_salt)
+            seq.seed = seq.seed or self._seed(seq.request)
             extend_chain(seq.chain, seq.seed, seq.tokens, self.block_size)
         return seq.chain
+
+    def _seed(self, request: Request) -> bytes:
+        """Who shares: everybody, or with `tenant_scope` each tenant; `cache_salt` narrows it further."""
+        whose = request.tenant if self._tenant_scope else ""
+        return seed_hash(self._fingerprint, request.cache_salt, whose)
 
     def reserve(self, seq: Sequence, *, num_tokens: int, usable_hits: int) -> bool:
         """Takes blocks for `num_tokens` tokens, whole or not at all. False is "later".

@@ -16,10 +16,10 @@ HASH_BYTES = 16
 _VERSION = b"kvferry-prefix-1"
 
 
-def seed_hash(fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
+def seed_hash(fingerprint: str, salt: str = "", tenant: str = "", adapter: str = "") -> bytes:
     """Parent of a prompt's first block."""
     digest = blake2b(_VERSION, digest_size=HASH_BYTES)
-    for part in (fingerprint, salt, adapter):
+    for part in (fingerprint, salt, tenant, adapter):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()

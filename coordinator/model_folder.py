@@ -33,6 +33,21 @@ def resolve_model(model: str | None) -> str:
     return model
 
 
+def local_folder(model: str) -> Path:
+    """The folder with the model's tokenizer files: `model` itself, or those files of a hub id.
+
+    Raises ModelCannotBeLoaded.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # only here: it takes a while to import
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
+    except Exception as error:  # the library raises many kinds; all mean that there is no model
+        raise ModelCannotBeLoaded(f"--model {model}: not a folder, and the hub does not give it: {error}") from error
+
+
 def _default_model() -> str:
     """Its progress goes to our stderr, the folder comes on its stdout."""
     command = [sys.executable, "-P", "-m", "kernels.default_model"]

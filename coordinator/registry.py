@@ -90,6 +90,10 @@ class Registry:
         self._max_workers = max_workers
         self._workers: dict[WorkerId, Worker] = {}
 
+    def set_front(self, front: str, endpoint: str) -> None:
+        """Workers that register from now on send its tokens to `endpoint`."""
+        self._fronts[front] = endpoint
+
     # ------------------------------------------------------------ what workers say
 
     def register(

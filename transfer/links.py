@@ -8,16 +8,16 @@
 
 Identities carry the incarnation, so a restarted worker is a new peer and never a silent twin of its old pipe.
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
-Every message is bounded in size by the socket and checked by `common.messages.decode`; a peer that sends
-garbage is counted, and after MAX_VIOLATIONS of it no longer listened to.
+Every message is bounded in size by the socket and checked (`transfer/inbox.py`). A data message is two frames:
+the block's bytes, then its header.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 import zmq
@@ -25,22 +25,14 @@ import zmq.asyncio
 
 from common.counters import Counters
 from common.errors import CannotBind, ProtocolViolation
-from common.messages import MAX_MESSAGE_BYTES, Block, Message, PeerAddress, Sender, decode, encode
+from common.messages import MAX_MESSAGE_BYTES, Block, Message, PeerAddress, Sender
 from common.request import Key, WorkerId
+from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
 
-log = logging.getLogger(__name__)
-
-LINGER_MS = 1000
-SEND_HWM = 100_000
-MAX_VIOLATIONS = 100
 _HEADER_BYTES = 4096
 
 MessageIn = Callable[[Message, Sender], None]
 BlockIn = Callable[[Block, Sender, memoryview], None]
-
-
-def identity(sender: Sender) -> bytes:
-    return f"{sender.name}/{sender.incarnation}".encode()
 
 
 @dataclass(slots=True)
@@ -68,7 +60,7 @@ class Links:
         self._fronts: dict[str, tuple[str, zmq.asyncio.Socket]] = {}
         self._out: dict[WorkerId, _Out] = {}
         self._senders: dict[WorkerId, bytes] = {}  # prefill worker → its newest identity at our ROUTER
-        self._violations: dict[bytes, int] = {}
+        self._inbox = Inbox(counters)
         self._tasks: list[asyncio.Task[None]] = []
         self._on_peer: MessageIn | None = None
 
@@ -123,35 +115,33 @@ class Links:
 
     def to_coordinator(self, message: Message) -> None:
         assert self._control is not None
-        self._send(self._control, [encode(message, self.me)], message)
+        self._send(self._control, message)
 
     def to_front(self, front: str, message: Message) -> None:
         link = self._fronts.get(front)
         if link is None:
             self._counters.add("unsent_messages_total", kind=type(message).__name__)
             return
-        self._send(link[1], [encode(message, self.me)], message)
+        self._send(link[1], message)
 
     def to_receiver(self, target: PeerAddress, message: Message) -> None:
-        self._send(self._way_to(target).control, [encode(message, self.me)], message)
+        self._send(self._way_to(target).control, message)
 
     def to_sender(self, worker: WorkerId, message: Message) -> None:
         route = self._senders.get(worker)
         if route is None:
             self._counters.add("unsent_messages_total", kind=type(message).__name__)
             return
-        self._send(self._peers, [route, encode(message, self.me)], message)
+        self._send(self._peers, message, route)
 
     def send_block(self, target: PeerAddress, key: Key, index: int, content: memoryview) -> None:
         """Copies the block (its memory may be another request's a moment later) and ships it."""
         frame = bytes(content)
         header = Block(*key, index=index, part=0, checksum=xxhash.xxh3_64_intdigest(frame), size=len(frame))
-        self._send(self._way_to(target).data, [encode(header, self.me), frame], header)
+        self._send(self._way_to(target).data, header, frame)
 
-    def _send(self, socket: zmq.asyncio.Socket, frames: Sequence[bytes], message: Message) -> None:
-        sent = socket.send_multipart(list(frames), flags=zmq.NOBLOCK, copy=True)
-        if sent.done() and sent.exception() is not None:
-            self._counters.add("unsent_messages_total", kind=type(message).__name__)
+    def _send(self, socket: zmq.asyncio.Socket, message: Message, *before: bytes) -> None:
+        send(socket, before, message, self.me, self._counters)
 
     def _way_to(self, target: PeerAddress) -> _Out:
         out = self._out.get(target.worker)
@@ -185,64 +175,38 @@ class Links:
     async def _read_messages(self, socket: zmq.asyncio.Socket, deliver: MessageIn) -> None:
         while True:
             frames = await socket.recv_multipart()
-            self._take(b"", frames[-1], deliver)
+            read = self._inbox.read(frames[-1])
+            if read is not None:
+                deliver(read[1], read[0])
 
     async def _read_peers(self, deliver: MessageIn) -> None:
         while True:
             route, *frames = await self._peers.recv_multipart()
-            sender = self._take(route, frames[-1] if frames else b"", deliver)
-            if sender is not None:
+            read = self._inbox.read(frames[-1] if frames else b"", route)
+            if read is not None:
+                sender, message = read
                 self._senders[WorkerId(sender.name)] = route
-
-    def _take(self, route: bytes, data: bytes, deliver: MessageIn) -> Sender | None:
-        if self._violations.get(route, 0) >= MAX_VIOLATIONS:
-            return None
-        try:
-            sender, message = decode(data)
-            if route and route != identity(sender):
-                raise ProtocolViolation(f"{sender.name} speaks from another's address")
-        except ProtocolViolation as error:
-            self._violated(route, error)
-            return None
-        if route:
-            self._senders[WorkerId(sender.name)] = route
-        deliver(message, sender)
-        return sender
+                deliver(message, sender)
 
     async def _read_blocks(self, deliver: BlockIn) -> None:
         while True:
             frames = await self._data.recv_multipart(copy=False)
-            try:
-                if len(frames) != 2:
-                    raise ProtocolViolation(f"{len(frames)} frames where a header and a block belong")
-                sender, header = decode(frames[0].buffer)
-                if not isinstance(header, Block):
-                    raise ProtocolViolation(f"a {type(header).__name__} on the data socket")
-            except ProtocolViolation as error:
-                self._violated(b"data", error)
+            if len(frames) != 2:
+                self._inbox.violated(ProtocolViolation(f"{len(frames)} frames where a block and its header belong"))
                 continue
-            deliver(header, sender, memoryview(frames[1].buffer))
-
-    def _violated(self, route: bytes, error: ProtocolViolation) -> None:
-        self._counters.add("protocol_violations_total")
-        count = self._violations[route] = self._violations.get(route, 0) + 1
-        if route in (b"", b"data"):
-            self._violations.pop(route)  # the coordinator is trusted; data frames name no peer to shut out
-        if len(self._violations) > 10_000:
-            del self._violations[next(iter(self._violations))]
-        if count == 1:
-            log.warning("dropped a message: %s", error.message)
+            read = self._inbox.read(frames[1].buffer)
+            if read is None:
+                continue
+            sender, header = read
+            if isinstance(header, Block):
+                deliver(header, sender, memoryview(frames[0].buffer))
+            else:
+                self._inbox.violated(ProtocolViolation(f"a {type(header).__name__} on the data socket"))
 
     # ------------------------------------------------------------ inside
 
     def _socket(self, kind: int, max_bytes: int) -> zmq.asyncio.Socket:
-        socket: zmq.asyncio.Socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, SEND_HWM)
-        socket.setsockopt(zmq.RCVHWM, SEND_HWM)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        socket.setsockopt(zmq.IPV6, 1)
-        return socket
+        return make_socket(self._context, kind, max_bytes)
 
-    def _spawn(self, coroutine: "asyncio._CoroutineLike[None]") -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))

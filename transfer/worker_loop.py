@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import xxhash
 
 from common.batching import Batch, RowResult, Sequence
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
-from common.errors import BadConfiguration, StartupError
+from common.errors import BadConfiguration
 from common.messages import (
     Block,
     Drain,
@@ -97,7 +97,8 @@ class WorkerLoop:
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._asked_to_stop.wait())
         try:
-            await asyncio.wait({beating, stopping, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {beating, stopping, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
             if beating.done():
@@ -243,7 +244,3 @@ class WorkerLoop:
                     self._links.to_sender(worker, message)
                 case SendBlock(target, key, index, block):
                     self._links.send_block(target, key, index, self._cache.block_bytes_view(block))
-
-
-def exit_code_of(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, StartupError) else 1

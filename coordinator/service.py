@@ -1,0 +1,114 @@
+"""The coordinator process: HTTP and the control plane in one event loop, from settings to exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from common.config import CoordinatorSettings
+from common.errors import CannotBind
+from common.logs import set_up_logging
+from common.request import first_attempt_of_epoch
+from coordinator.cluster import Cluster
+from coordinator.control_plane import FRONT, ControlPlane
+from coordinator.generation import Limits
+from coordinator.http_api import create_app, make_server
+from coordinator.metrics import Metrics
+from coordinator.model_folder import local_folder
+from coordinator.queue import WaitingQueue
+from coordinator.registry import Registry
+from coordinator.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: CoordinatorSettings) -> int:
+    """Serves until SIGTERM or Ctrl-C; 0 after a clean stop. Raises StartupError."""
+    set_up_logging(settings.log_level)
+    listener = _listen(settings.host, settings.port)
+    tokenizer = Tokenizer(local_folder(settings.model or ""))
+    uvloop.run(_serve(settings, tokenizer, listener))
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The bound HTTP socket. Raises CannotBind."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+    except OSError as error:
+        listener.close()
+        raise CannotBind(f"{host} port {port}: {error.strerror or error}; choose another --port") from error
+    return listener
+
+
+async def _serve(settings: CoordinatorSettings, tokenizer: Tokenizer, listener: socket.socket) -> None:
+    metrics = Metrics(tuple(settings.all_tiers))
+    registry = Registry(
+        tokenizer_hash=tokenizer.tokenizer_hash,
+        fronts={},
+        heartbeat_interval_s=settings.heartbeat_interval,
+        lost_after_s=settings.worker_timeout,
+        hung_after_s=settings.progress_timeout,
+    )
+    queue = WaitingQueue(max_requests=settings.max_queue, max_tokens=settings.max_waiting_tokens)
+    cluster = Cluster(
+        registry,
+        queue,
+        first_attempt=first_attempt_of_epoch(int(time.time())),
+        max_wait_s=settings.queue_timeout,
+        unheld_after_s=5 * settings.heartbeat_interval,
+    )
+    plane = ControlPlane(
+        cluster, metrics, collocated=settings.collocated, request_timeout_s=settings.request_timeout
+    )
+    registry.set_front(FRONT, plane.bind_tokens("127.0.0.1"))
+    plane.start(settings.control)
+    app = create_app(
+        plane,
+        tokenizer,
+        metrics,
+        served_models=(settings.model_name,),
+        tiers=tuple(settings.all_tiers),
+        api_keys=settings.api_keys,
+        front=FRONT,
+        limits=Limits(max_body_bytes=settings.max_body_size),
+    )
+    server = make_server(app, settings.host, settings.port)
+    setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 - signals are ours, below
+    await _until_stopped(server, plane, listener, settings.shutdown_timeout)
+
+
+async def _until_stopped(
+    server: uvicorn.Server, plane: ControlPlane, listener: socket.socket, shutdown_timeout_s: float
+) -> None:
+    """First signal drains: 503 for what comes, time for what runs. A second one stops at once."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    asked = asyncio.create_task(signals.get())
+    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    again = asyncio.create_task(signals.get())
+    draining = asyncio.create_task(plane.drain(shutdown_timeout_s))
+    await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    server.force_exit = again.done()
+    for task in (draining, asked, again):
+        task.cancel()
+    # Answers that are complete get a moment to leave; idle keep-alive connections do not hold us up.
+    await asyncio.wait({serving}, timeout=3.0)
+    server.force_exit = True
+    serving.cancel()
+    await plane.close()

@@ -1,0 +1,19 @@
+"""The shell of a decode worker: its pure worker, given to the process that all workers share."""
+
+from __future__ import annotations
+
+from common.batching import BatchingCore
+from common.config import WorkerSettings
+from decode_node.worker import DecodeWorker
+from transfer.receiver import TransferReceiver
+from transfer.worker_process import run_worker
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serves until SIGTERM; the exit code. Raises StartupError."""
+    return run_worker(settings, "decode", _make_worker)
+
+
+def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> DecodeWorker:
+    receiver = TransferReceiver(block_bytes=block_bytes)
+    return DecodeWorker(core, receiver, fingerprint=fingerprint, block_bytes=block_bytes)

@@ -1,0 +1,28 @@
+"""`python -m prefill_node`, the same as `kvferry prefill`: settings, the watch on the launcher, the worker."""
+
+from __future__ import annotations
+
+import sys
+
+from common.config import parse_worker
+from common.errors import StartupError
+from common.logs import set_up_logging
+from common.parent_watch import end_with_parent
+from common.paths import require_own_folders
+from prefill_node.engine import run
+
+
+def main() -> int:
+    try:
+        settings = parse_worker(sys.argv[1:], "prefill")
+        end_with_parent(settings.parent_fd)
+        require_own_folders()
+        set_up_logging(settings.log_level)
+        return run(settings)
+    except StartupError as error:
+        print(f"kvferry prefill: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""The shell of a prefill worker: its pure worker, given to the process that all workers share."""
+
+from __future__ import annotations
+
+from common.batching import BatchingCore
+from common.config import WorkerSettings
+from prefill_node.worker import PrefillWorker
+from transfer.sender import TransferSender
+from transfer.worker_process import run_worker
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serves until SIGTERM; the exit code. Raises StartupError."""
+    return run_worker(settings, "prefill", _make_worker)
+
+
+def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> PrefillWorker:
+    sender = TransferSender(block_bytes=block_bytes)
+    return PrefillWorker(core, sender, fingerprint=fingerprint, block_bytes=block_bytes)

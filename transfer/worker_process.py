@@ -1,0 +1,224 @@
+"""A worker process from settings to exit code: loads the model, binds, builds the pure worker, runs the loop.
+
+What differs by role comes in as a function that makes the pure worker.
+
+Why here: both nodes need it and may not import each other, `common` has no sockets and `kernels` no settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import platform
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import uvloop
+
+from common.batching import Batch, BatchingCore, RowResult
+from common.blocks import BlockPool
+from common.config import WorkerSettings
+from common.errors import ModelCannotBeLoaded
+from common.fingerprint import Fingerprint, Value, digest
+from common.messages import PROTOCOL_MAJOR, PeerAddress, Register, Role, Sender
+from common.request import Incarnation, TokenLogprobs
+from common.version import VERSION
+from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
+from kernels.runner import ModelRunner, load_runner
+from kernels.step import StepResult
+from kernels.weights import find_model
+from transfer.links import Links
+from transfer.worker_loop import PureWorker, WorkerLoop
+
+log = logging.getLogger(__name__)
+
+
+MakeNode = Callable[[BatchingCore, str, int], PureWorker]
+"""Batching core, fingerprint digest, bytes per block to the pure worker of a role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row's result in the terms of `common`."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+NOTHING = Row((), None)
+
+
+def run_worker(settings: WorkerSettings, role: Role, make_node: MakeNode) -> int:
+    """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
+    threads = settings.threads or os.cpu_count() or 1
+    started = time.monotonic()
+    model, runner = _load(settings, threads)
+    log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
+    uvloop.run(_serve(settings, role, runner, model, threads, make_node))
+    return 0
+
+
+def _load(settings: WorkerSettings, threads: int) -> tuple[Path, ModelRunner]:
+    """The model's folder and the loaded model. Raises ModelCannotBeLoaded with what is wrong."""
+    try:
+        if settings.model is None:
+            with terminal_progress() as progress:
+                model = ensure_default_model(progress)
+        else:
+            model = find_model(settings.model)
+        log.info("loading %s", model)
+        runner = load_runner(
+            str(model),
+            dtype=settings.dtype,
+            device=settings.device,
+            block_size=settings.block_size,
+            num_blocks=settings.num_kv_blocks,
+            kv_cache_bytes=settings.kv_cache_memory,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            threads=threads,
+            progress=_log_quarters,
+        )
+    except (ValueError, OSError, RuntimeError, DefaultModelError) as error:
+        raise ModelCannotBeLoaded(f"the model cannot be loaded: {error}") from error
+    return model, runner
+
+
+def _log_quarters(stage: str, done: int, total: int) -> None:
+    if total and done and done * 4 // total > (done - 1) * 4 // total:
+        log.info("loading: %d of %d %s", done, total, stage)
+
+
+async def _serve(
+    settings: WorkerSettings, role: Role, runner: ModelRunner, model: Path, threads: int, make_node: MakeNode
+) -> None:
+    layout = runner.layout
+    me = Sender(settings.worker_id or f"{role}-{os.getpid()}", Incarnation(time.time_ns() // 1000))
+    fingerprint = fingerprint_of(runner, model)
+    core = BatchingCore(
+        BlockPool(runner.cache.num_blocks),
+        block_size=layout.block_size,
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefix_caching=settings.enable_prefix_caching,
+        fingerprint=digest(fingerprint),
+        tenant_scope=settings.prefix_cache_scope == "tenant",
+    )
+    node = make_node(core, digest(fingerprint), layout.block_bytes)
+    links = Links(me, node.records.counters, block_bytes=layout.block_bytes)
+    host, _, port = (settings.advertise or "127.0.0.1").rpartition(":")
+    address = links.bind(host or port, int(port) if host else None)
+    log.info("takes transfers at %s", address.control)
+    loop = WorkerLoop(
+        node,
+        lambda batch: run_isolating(runner, batch),
+        runner.cache,
+        links,
+        _card(settings, role, runner, address, fingerprint, threads),
+        shutdown_timeout_s=settings.shutdown_timeout,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, loop.stop)
+    await loop.run(settings.coordinator)
+
+
+def fingerprint_of(runner: ModelRunner, model: Path) -> Fingerprint:
+    """All that must be equal in two workers that exchange KV: the runner's facts, protocol and tokenizer."""
+    facts: dict[str, Value] = dict(runner.describe())
+    tokenizer = model / "tokenizer.json"
+    if tokenizer.is_file():
+        facts["tokenizer"] = hashlib.blake2b(tokenizer.read_bytes(), digest_size=16).hexdigest()
+    facts["protocol"] = PROTOCOL_MAJOR
+    return facts
+
+
+def _card(
+    settings: WorkerSettings,
+    role: Role,
+    runner: ModelRunner,
+    address: PeerAddress,
+    fingerprint: Fingerprint,
+    threads: int,
+) -> Register:
+    layout = runner.layout
+    return Register(
+        role=role,
+        fingerprint=dict(fingerprint),
+        address=address,
+        channels=("tcp",),
+        blocks_total=runner.cache.num_blocks,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        device=str(runner.cache.device),
+        threads=threads,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        versions={"kvferry": VERSION, "python": platform.python_version(), "torch": _version("torch")},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def run_isolating(runner: ModelRunner, batch: Batch) -> tuple[Sequence[RowResult], dict[int, str]]:
+    """Runs a step. When it raises, each row is tried alone: those that raise again are named, the others go on.
+
+    Rows may be computed again without harm: the same tokens give the same KV in the same places.
+    """
+    try:
+        return _rows(runner.run(batch)), {}
+    except Exception:
+        log.exception("a step of %d rows raised; trying its rows one by one", len(batch.rows))
+    results: list[RowResult] = []
+    failed: dict[int, str] = {}
+    for index, single in enumerate(_one_by_one(batch)):
+        try:
+            results += _rows(runner.run(single))
+        except Exception as error:
+            log.exception("request %s raised alone", batch.rows[index].key[0])
+            failed[index] = f"{type(error).__name__} in its step"
+            results.append(NOTHING)
+    return results, failed
+
+
+def _one_by_one(batch: Batch) -> list[Batch]:
+    """A batch per row. The slots' changes stand in the batch that raised: the runner applies those first."""
+    singles = []
+    first = 0
+    for index, count in enumerate(batch.counts):
+        singles.append(
+            Batch(
+                slots=[batch.slots[index]],
+                starts=[batch.starts[index]],
+                counts=[count],
+                samples=[batch.samples[index]],
+                token_ids=batch.token_ids[first : first + count],
+                rows=[batch.rows[index]],
+            )
+        )
+        first += count
+    return singles
+
+
+def _rows(result: StepResult) -> list[RowResult]:
+    rows: list[RowResult] = []
+    for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
+        said = None if logprobs is None else tuple(TokenLogprobs(one.logprob, one.top) for one in logprobs)
+        rows.append(Row(ids, said) if ids else NOTHING)
+    return rows
+
+
