@@ -161,7 +161,10 @@ def test_who_overstays_is_killed_and_that_is_no_clean_stop() -> None:
         stage = Stage(script("a", STUBBORN), script("b", POLITE))
         await stage.until(lambda: stage.said("a", "up") == stage.said("b", "up") == 1)
         pids = stage.supervisor.pids
-        assert not await stage.supervisor.stop([(("a",), 0.3), (("b",), 5.0)])
+        stopping = asyncio.create_task(stage.supervisor.stop([(("a",), 0.3), (("b",), 5.0)]))
+        await stage.until(lambda: stage.said("b", "asked") == 1)
+        assert not alive(pids["a"])
+        assert not await stopping
         assert not any(alive(pid) for pid in pids.values())
 
     run(story)
