@@ -13,13 +13,23 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from common.errors import ProtocolViolation
-from common.request import Attempt, Incarnation, Key, Request, RequestId, TokenLogprobs, WorkerId
+from common.prefix import HASH_BYTES
+from common.request import (
+    Attempt,
+    Incarnation,
+    Key,
+    PackedIds,
+    Request,
+    RequestId,
+    TokenLogprobs,
+    WorkerId,
+)
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -27,6 +37,12 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# What arrives is used as an index, a time or a size without another look: out of range is refused at the door.
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Field(gt=0, lt=1 << 62)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +81,15 @@ class Register(Message):
     fingerprint: dict[str, str | int | float | bool | None]
     address: PeerAddress
     channels: tuple[str, ...]
-    blocks_total: int
-    block_size: int
-    block_bytes: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    blocks_total: Positive
+    block_size: Positive
+    block_bytes: Positive
+    max_model_len: Positive
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
     device: str
-    threads: int
-    pid: int
+    threads: Count
+    pid: Count
     host: str
     versions: dict[str, str]
 
@@ -81,7 +97,7 @@ class Register(Message):
 @dataclass(frozen=True, slots=True)
 class Registered(Message):
     max_model_len: int
-    heartbeat_interval_s: float
+    heartbeat_interval_s: Seconds
     fronts: dict[str, str]  # front id → endpoint of its token PULL
 
 
@@ -96,23 +112,23 @@ class RegistrationRefused(Message):
 class Load:
     """What a worker has on its hands. `step_s` is its smoothed time of one step."""
 
-    running: int
-    waiting: int
-    queued_tokens: int
-    blocks_free: int
-    blocks_held: int
-    blocks_cached: int
-    step_s: float
+    running: Count
+    waiting: Count
+    queued_tokens: Count
+    blocks_free: Count
+    blocks_held: Count
+    blocks_cached: Count
+    step_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     load: Load
-    progress_age_s: float  # since the model thread last finished something, 0 when it has nothing to do
+    progress_age_s: Seconds  # since the model thread last finished something, 0 when it has nothing to do
     live: tuple[tuple[RequestId, Attempt, str], ...]
-    last_seq: dict[str, int]  # front id → sequence number of the last Tokens sent to it
-    counters: dict[str, float]  # cumulative in this incarnation
-    histograms: dict[str, tuple[float, ...]]  # name → (sum, count, count per bucket …)
+    last_seq: dict[str, Count]  # front id → sequence number of the last Tokens sent to it
+    counters: dict[str, Amount]  # cumulative in this incarnation
+    histograms: dict[str, tuple[Amount, ...]]  # name → (sum, count, count per bucket …)
     draining: bool = False
 
 
@@ -129,7 +145,7 @@ class Prefill(AboutRequest):
     """Compute prompt and `output_ids` (tokens of earlier attempts), sample the next token, hand over to `target`."""
 
     request: Request
-    output_ids: bytes
+    output_ids: PackedIds
     target: PeerAddress | None
 
 
@@ -138,7 +154,7 @@ class Decode(AboutRequest):
     """Prefill locally and decode: collocated serving, or the next attempt where no prefill worker is left."""
 
     request: Request
-    output_ids: bytes
+    output_ids: PackedIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +174,8 @@ class Abort(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Started(AboutRequest):
-    """The decode worker holds the verified KV and owns the request now."""
+    """The worker has begun: "prefilling" from whoever computes the first chunk, "decode_ready" from a decode
+    worker that holds the verified KV and owns the request from now on."""
 
     phase: str
 
@@ -171,32 +188,35 @@ class Ended(AboutRequest):
     outcome: Literal["finished", "aborted", "failed", "handed_over", "unknown"]
     reason: str = ""
     phase: str = ""
-    durations_s: dict[str, float] = field(default_factory=dict)
-    cached_tokens: int = 0
-    blocks: int = 0
-    transferred_bytes: int = 0
+    durations_s: dict[str, Seconds] = field(default_factory=dict)
+    cached_tokens: Count = 0
+    blocks: Count = 0
+    transferred_bytes: Count = 0
     retryable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Drain(Message):
-    deadline_s: float
+    deadline_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class SetRole(Message):
     role: Role
-    deadline_s: float
+    deadline_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted(AboutRequest):
-    pass
+    """The worker holds it. `target` is where a prefill worker will hand it over: an answer to an older command
+    shows by it, so the coordinator can tell whether its latest Rebind has arrived."""
+
+    target: PeerAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Later(AboutRequest):
-    retry_after_s: float
+    retry_after_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +233,8 @@ class Offer(AboutRequest):
     16-byte prefix hashes of the complete blocks among them, one after the other."""
 
     request: Request
-    output_ids: bytes
-    num_tokens: int
+    output_ids: PackedIds
+    num_tokens: Positive
     hashes: bytes
     fingerprint: str
 
@@ -223,30 +243,30 @@ class Offer(AboutRequest):
 class Accept(AboutRequest):
     """D has room for the whole prompt; `wanted` are the block indices it does not hold already."""
 
-    wanted: tuple[int, ...]
-    credit_bytes: int
+    wanted: tuple[Count, ...]
+    credit_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Block(AboutRequest):
     """Header of a data frame."""
 
-    index: int
-    part: int
+    index: Count
+    part: Count
     checksum: int
-    size: int
+    size: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Credit(AboutRequest):
     """Frames consumed (whatever became of them): their bytes are no longer in flight."""
 
-    indices: tuple[int, ...]
+    indices: tuple[Count, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Nack(AboutRequest):
-    indices: tuple[int, ...]
+    indices: tuple[Count, ...]
     reason: str
 
 
@@ -254,10 +274,10 @@ class Nack(AboutRequest):
 class Handover(AboutRequest):
     """The prompt is computed and its next token sampled: D may go on as soon as every block is there."""
 
-    output_ids: bytes
+    output_ids: PackedIds
     logprobs: TokenLogprobs | None
-    num_blocks: int
-    cached_tokens: int
+    num_blocks: Count
+    cached_tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,18 +310,18 @@ class TokenRow:
 
     id: RequestId
     attempt: Attempt
-    first: int
+    first: Count
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Message):
     """One step's tokens for one front. `seq` counts this worker's messages to it, so a lost one shows."""
 
-    seq: int
+    seq: Count
     rows: tuple[TokenRow, ...]
 
 
@@ -311,7 +331,7 @@ class Tokens(Message):
 @dataclass(frozen=True, slots=True)
 class Submit(Message):
     request: Request
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +344,7 @@ class Rejected(Message):
     id: RequestId
     error: str  # class name in common.errors
     reason: str
-    retry_after_s: float = 0.0
+    retry_after_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +352,7 @@ class Progress(Message):
     """Output tokens the front has accepted, contiguous: rows of (id, first output index, ids). `gaps` are attempts
     from which tokens are missing before those that came: such an attempt cannot go on."""
 
-    rows: tuple[tuple[RequestId, int, tuple[int, ...]], ...]
+    rows: tuple[tuple[RequestId, Count, tuple[int, ...]], ...]
     gaps: tuple[tuple[RequestId, Attempt], ...] = ()
 
 
@@ -401,6 +421,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def longest_model_len(block_size: int) -> int:
+    """Tokens that an Offer can carry with their block hashes, leaving an eighth for everything else."""
+    return MAX_MESSAGE_BYTES * 7 // 8 * block_size // (4 * block_size + HASH_BYTES)
+
+
 def encode(message: Message, sender: Sender) -> bytes:
     """The message as it goes on the wire."""
     body: dict[str, Any] = _plain(message)
@@ -435,7 +460,7 @@ def _sender(body: dict[Any, Any]) -> Sender:
     version, name, incarnation = body.get("v"), body.get("from"), body.get("inc")
     if not isinstance(version, list) or len(version) != 2 or version[0] != PROTOCOL_MAJOR:
         raise ProtocolViolation(f"protocol version {version!r}, ours is {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
-    if not isinstance(name, str) or not 0 < len(name) <= 200 or not isinstance(incarnation, int):
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or type(incarnation) is not int:
         raise ProtocolViolation("envelope without a valid `from` and `inc`")
     return Sender(name, Incarnation(incarnation))
 

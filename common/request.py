@@ -10,7 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NewType
+from typing import Annotated, NewType
+
+from pydantic import AfterValidator
 
 RequestId = NewType("RequestId", str)
 Attempt = NewType("Attempt", int)
@@ -35,6 +37,16 @@ def first_attempt_of_epoch(epoch_s: int) -> Attempt:
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as they travel: a binary array of little-endian int32."""
     return array("i", ids).tobytes()
+
+
+def _whole(packed: bytes) -> bytes:
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes are not whole int32 numbers")
+    return packed
+
+
+PackedIds = Annotated[bytes, AfterValidator(_whole)]
+"""Token ids from `pack_ids`; a message whose bytes do not divide into ids is refused where it is read."""
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -73,7 +85,7 @@ class Request:
     """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`)."""
 
     request_id: RequestId
-    prompt_ids: bytes
+    prompt_ids: PackedIds
     sampling: SamplingParams
     front: FrontId
     priority: int = 0
