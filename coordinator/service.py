@@ -46,6 +46,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), port))
+        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise CannotBind(f"{host} port {port}: {error.strerror or error}; choose another --port") from error

@@ -190,6 +190,13 @@ class DecodeWorker:
             return [ToSender(sender, Delivered(*key)) if done else self._refuse(key, sender, "ended here")]
         return [ToSender(sender, Revoke(*key, "not accepted here"))]
 
+    def _deliver_whole(self, now: float) -> list[Effect]:
+        """Takes over what has become whole. Before each step too, so that it joins that very step."""
+        effects: list[Effect] = []
+        for ready in self._receiver.ready():
+            effects += self._delivered(ready, now)
+        return effects
+
     def _delivered(self, ready: Ready, now: float) -> list[Effect]:
         key, handover = ready.key, ready.handover
         outputs = unpack_ids(handover.output_ids)
@@ -215,6 +222,7 @@ class DecodeWorker:
     def schedule(self, now: float) -> Batch | None:
         scheduler, counters = self._scheduler, self.records.counters
         before, lost = scheduler.preemptions, scheduler.lost_tokens
+        self._pending += self._deliver_whole(now)
         batch = scheduler.schedule(now)
         if scheduler.preemptions > before:
             counters.add("num_preemptions_total", scheduler.preemptions - before)
@@ -256,9 +264,7 @@ class DecodeWorker:
 
     def turn(self, now: float) -> list[Effect]:
         """Transfers that became whole, deadlines, and what has piled up to be said."""
-        effects: list[Effect] = []
-        for ready in self._receiver.ready():
-            effects += self._delivered(ready, now)
+        effects = self._deliver_whole(now)
         said, lost = self._receiver.expire(now)
         for key in lost:
             self.records.counters.add("kv_transfer_failures_total", reason="timeout")
