@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 ANSWER_LIMIT_S = 5.0
@@ -59,33 +61,27 @@ def _get(url: str, key: str | None) -> tuple[int, str]:
         raise Unreachable(f"{url}: {getattr(error, 'reason', error)}") from error
 
 
-COLUMNS = {
-    "id": "worker",
-    "role": "role",
-    "pid": "pid",
-    "state": "state",
-    "running": "running",
-    "waiting": "waiting",
-    "blocks_free": "blocks free",
-    "blocks_total": "blocks",
-    "step_ms": "step ms",
-    "address": "address",
-}
+NOW = ("running", "waiting", "blocks_free", "step_ms")
+TITLES = {"id": "worker", "blocks_total": "blocks", "blocks_free": "free", "step_ms": "step ms"}
 
 
 def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] | None = None) -> Table:
-    """One line per worker; with a column of thread counts where the caller shared them out."""
-    table = Table(title=None, header_style="bold")
-    for title in COLUMNS.values():
-        table.add_column(title)
-    if threads_of_pid is not None:
-        table.add_column("threads")
+    """One line per worker: with what it has on its hands now, or at start with the threads it was given."""
+    last = NOW if threads_of_pid is None else ("threads",)
+    columns = ("id", "role", "pid", "state", "blocks_total", *last, "address")
+    table = Table(box=SIMPLE_HEAD, header_style="bold")
+    for name in columns:
+        table.add_column(TITLES.get(name, name), no_wrap=True, min_width=None if name == "address" else 4)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
-        cells = [_cell(row.get(name)) for name in COLUMNS]
-        if threads_of_pid is not None:
-            cells.append(_cell(threads_of_pid.get(row.get("pid", -1))))
-        table.add_row(*cells)
+        shown = row if threads_of_pid is None else {**row, "threads": threads_of_pid.get(row.get("pid", -1))}
+        table.add_row(*(_cell(shown.get(name)) for name in columns))
     return table
+
+
+def wide_console(*, stderr: bool = False) -> Console:
+    """A console that never cuts a table because the output goes to a file or a pipe."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=160)
 
 
 def _cell(value: object) -> str:

@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from common.config import API_KEY_VARIABLE, parse_serve
 from common.errors import BadConfiguration, StartupError
 from common.paths import child_environment
@@ -92,7 +90,7 @@ def _status(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     url = given.url.rstrip("/")
     key = given.api_key or os.environ.get(API_KEY_VARIABLE, "").split(",")[0] or None
-    console = Console()
+    console = admin_client.wide_console()
     try:
         console.print(admin_client.workers_table(admin_client.workers(url, key)))
         health = admin_client.health(url, key)

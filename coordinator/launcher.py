@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from common.config import API_KEY_VARIABLE, CoordinatorSettings, EngineSettings, ServeSettings
@@ -134,8 +133,8 @@ class _Service:
         self._settings = settings
         self._plan = plan
         self._key = next(iter(settings.api_keys), None)
-        self._out = Console()
-        self._log = Console(stderr=True)
+        self._out = admin_client.wide_console()
+        self._log = admin_client.wide_console(stderr=True)
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
     async def run(self) -> int:

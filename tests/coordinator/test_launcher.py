@@ -65,10 +65,12 @@ def test_a_port_that_was_promised_is_kept_for_the_child() -> None:
     promised = {http.getsockname()[1], control.getsockname()[1]}
     others = [reserve_port("127.0.0.1") for _ in range(300)]
     assert promised.isdisjoint(other.getsockname()[1] for other in others)
-    with zmq.Context() as context:
-        for _ in range(2):
-            with context.socket(zmq.ROUTER) as router:
-                router.bind(f"tcp://127.0.0.1:{control.getsockname()[1]}")
+    for _ in range(2):
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.ROUTER) as router,
+        ):  # the context waits for its sockets
+            router.bind(f"tcp://127.0.0.1:{control.getsockname()[1]}")
     for _ in range(2):
         with socketserver.ThreadingTCPServer(
             http.getsockname(), socketserver.BaseRequestHandler, False
