@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +68,7 @@ def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] 
     """One line per worker: with what it has on its hands now, or at start with the threads it was given."""
     last = NOW if threads_of_pid is None else ("threads",)
     columns = ("id", "role", "pid", "state", "blocks_total", *last, "address")
-    table = Table(box=SIMPLE_HEAD, header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     for name in columns:
         table.add_column(TITLES.get(name, name), no_wrap=True, min_width=None if name == "address" else 4)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
