@@ -11,6 +11,7 @@ import torch
 from kernels.activation import silu_mul
 from kernels.attention import attend, store_kv
 from kernels.cache import PagedCache
+from kernels.native_backend import NativeBackend, load_native
 from kernels.norm import rms_norm
 from kernels.rope import RopeTable, rotate
 from kernels.step import StepLayout
@@ -22,7 +23,7 @@ class Backend(Protocol):
     name: str
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x `[tokens, size]`."""
+        """x `[tokens, size]`; weights are fp32."""
         ...
 
     def add_rms_norm(
@@ -98,6 +99,9 @@ class TorchBackend:
         return attend(q, step, cache, layer).view(len(q), -1).to(cache.layout.dtype)
 
 
-def choose_backend(device: torch.device, block_size: int) -> Backend:
-    """The fastest backend that was built and fits; the same for every worker on a machine."""
+def choose_backend(device: torch.device, head_dim: int, block_size: int, threads: int) -> Backend:
+    """The fastest backend that was built and fits; the same for every worker of one model on a machine."""
+    native = load_native()
+    if device.type == "cpu" and native is not None and NativeBackend.fits(head_dim, block_size):
+        return NativeBackend(native, threads)
     return TorchBackend()

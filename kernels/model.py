@@ -107,19 +107,22 @@ def load_model(
         # A copy: a tensor that needed no conversion would keep the checkpoint's file mapped.
         return weight(name).clone()
 
+    def norm(name: str) -> torch.Tensor:
+        return weight(name).to(torch.float32, copy=True)  # rounded to the model's dtype, held wide
+
     def norms(prefix: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return (kept(prefix + "q_norm.weight"), kept(prefix + "k_norm.weight")) if config.qk_norm else None
+        return (norm(prefix + "q_norm.weight"), norm(prefix + "k_norm.weight")) if config.qk_norm else None
 
     layers = []
     for index in each_layer(config, progress):
         prefix = f"model.layers.{index}."
         layers.append(
             _Layer(
-                attention_norm=kept(prefix + "input_layernorm.weight"),
+                attention_norm=norm(prefix + "input_layernorm.weight"),
                 qkv=linear(prefix + "self_attn.", "q_proj", "k_proj", "v_proj"),
                 qk_norms=norms(prefix + "self_attn."),
                 output=linear(prefix + "self_attn.", "o_proj"),
-                mlp_norm=kept(prefix + "post_attention_layernorm.weight"),
+                mlp_norm=norm(prefix + "post_attention_layernorm.weight"),
                 gate_up=linear(prefix + "mlp.", "gate_proj", "up_proj"),
                 down=linear(prefix + "mlp.", "down_proj"),
             )
@@ -134,7 +137,7 @@ def load_model(
         rope=make_rope_table(config, max_model_len, device),
         embedding=embedding,
         layers=layers,
-        final_norm=kept("model.norm.weight"),
+        final_norm=norm("model.norm.weight"),
         head=Linear(head, None, torch.float32, choices),
         choices=choices,
     )

@@ -6,11 +6,11 @@ from kernels.elementary import tree_sum
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`; x `[..., size]`, result in x's dtype.
+    """`x / sqrt(mean(x^2) + eps) * weight`; x `[..., size]`, weight fp32, result in x's dtype.
 
     The normed value is rounded to x's dtype before the weight is applied, as in the models' own code.
     """
     wide = x.float()
     mean = tree_sum(wide * wide, -1) / x.shape[-1]
     normed = wide * (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
-    return normed.to(x.dtype) * weight
+    return (normed.to(x.dtype).float() * weight).to(x.dtype)

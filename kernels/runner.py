@@ -185,7 +185,7 @@ def load_runner(
         num_blocks = kv_cache_bytes // layout.block_bytes
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
-        backend = choose_backend(place, block_size)
+        backend = choose_backend(place, config.head_dim, block_size, threads)
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
     cache = PagedCache(layout, num_blocks, place)

@@ -11,7 +11,9 @@ from tests.kernels.tiny_models import ARCHITECTURES, save_model
 
 
 def _runner(folder: Path, dtype: str = "float32", block_size: int = 16) -> ModelRunner:
-    return load_runner(str(folder), dtype=dtype, device="cpu", num_blocks=200, block_size=block_size, threads=2)
+    return load_runner(
+        str(folder), dtype=dtype, device="cpu", num_blocks=200, block_size=block_size, threads=2
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

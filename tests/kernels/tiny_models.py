@@ -142,7 +142,9 @@ def make_model(name: str, **changes: Any) -> PreTrainedModel:
             if parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.2 * noise if parameter.mean() == 1.0 else 0.3 * noise)
             else:
-                parameter.copy_(noise * (2.0 / parameter.shape[1] ** 0.5 if parameter.shape[0] != 211 else 0.5))
+                parameter.copy_(
+                    noise * (2.0 / parameter.shape[1] ** 0.5 if parameter.shape[0] != 211 else 0.5)
+                )
     return model
 
 

@@ -1,0 +1,97 @@
+/* Sixteen fp32 lanes, written once per instruction set. Included once per variant; ISA is 512, 256 or 0.
+ *
+ * Every operation works lane by lane and is rounded once, so the 512 and 256 variants give equal bits. The plain
+ * variant multiplies and adds in two roundings: other bits, which is why it has another name. */
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(f) PASTE(f, SUFFIX)
+#define INLINE static inline __attribute__((always_inline))
+
+#if ISA == 512
+typedef __m512 NAME(vf);
+#define vf NAME(vf)
+INLINE vf NAME(set1)(float x) { return _mm512_set1_ps(x); }
+INLINE vf NAME(fma)(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf NAME(add)(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf NAME(sub)(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf NAME(mul)(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf NAME(divide)(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf NAME(max)(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf NAME(min)(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf NAME(load32)(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void NAME(store32)(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf NAME(loadbf)(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE vf NAME(loadhf)(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+/* x where lane < count, else fill */
+INLINE vf NAME(first)(vf x, int count, float fill) {
+    __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
+    return _mm512_mask_blend_ps(mask, _mm512_set1_ps(fill), x);
+}
+INLINE vf NAME(nearest)(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* 2^x for whole x */
+INLINE vf NAME(power2)(vf x) {
+    __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(127)), 23);
+    return _mm512_castsi512_ps(bits);
+}
+#elif ISA == 256
+typedef struct { __m256 a, b; } NAME(vf);
+#define vf NAME(vf)
+#define BOTH(expression_a, expression_b) ((vf){(expression_a), (expression_b)})
+INLINE vf NAME(set1)(float x) { return BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+INLINE vf NAME(fma)(vf x, vf y, vf z) { return BOTH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+INLINE vf NAME(add)(vf x, vf y) { return BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+INLINE vf NAME(sub)(vf x, vf y) { return BOTH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+INLINE vf NAME(mul)(vf x, vf y) { return BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+INLINE vf NAME(divide)(vf x, vf y) { return BOTH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+INLINE vf NAME(max)(vf x, vf y) { return BOTH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+INLINE vf NAME(min)(vf x, vf y) { return BOTH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+INLINE vf NAME(load32)(const float *p) { return BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+INLINE void NAME(store32)(float *p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+INLINE __m256 NAME(widen)(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE vf NAME(loadbf)(const uint16_t *p) { return BOTH(NAME(widen)(p), NAME(widen)(p + 8)); }
+INLINE vf NAME(loadhf)(const uint16_t *p) {
+    return BOTH(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+}
+INLINE __m256 NAME(first8)(__m256 x, int count, float fill) {
+    __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane);
+    return _mm256_blendv_ps(_mm256_set1_ps(fill), x, _mm256_castsi256_ps(mask));
+}
+INLINE vf NAME(first)(vf x, int count, float fill) {
+    return BOTH(NAME(first8)(x.a, count, fill), NAME(first8)(x.b, count - 8, fill));
+}
+#define NEAREST8(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+INLINE vf NAME(nearest)(vf x) { return BOTH(NEAREST8(x.a), NEAREST8(x.b)); }
+INLINE __m256 NAME(power8)(__m256 x) {
+    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23);
+    return _mm256_castsi256_ps(bits);
+}
+INLINE vf NAME(power2)(vf x) { return BOTH(NAME(power8)(x.a), NAME(power8)(x.b)); }
+#else
+typedef struct { float f[16]; } NAME(vf);
+#define vf NAME(vf)
+#define EACH(expression) vf r; for (int i = 0; i < 16; i++) r.f[i] = (expression); return r
+INLINE vf NAME(set1)(float x) { EACH(x); }
+INLINE vf NAME(fma)(vf a, vf b, vf c) { EACH(a.f[i] * b.f[i] + c.f[i]); }
+INLINE vf NAME(add)(vf a, vf b) { EACH(a.f[i] + b.f[i]); }
+INLINE vf NAME(sub)(vf a, vf b) { EACH(a.f[i] - b.f[i]); }
+INLINE vf NAME(mul)(vf a, vf b) { EACH(a.f[i] * b.f[i]); }
+INLINE vf NAME(divide)(vf a, vf b) { EACH(a.f[i] / b.f[i]); }
+INLINE vf NAME(max)(vf a, vf b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
+INLINE vf NAME(min)(vf a, vf b) { EACH(a.f[i] < b.f[i] ? a.f[i] : b.f[i]); }
+INLINE vf NAME(load32)(const float *p) { EACH(p[i]); }
+INLINE void NAME(store32)(float *p, vf x) { memcpy(p, x.f, sizeof x.f); }
+INLINE vf NAME(loadbf)(const uint16_t *p) { EACH(from_bfloat16(p[i])); }
+INLINE vf NAME(loadhf)(const uint16_t *p) { EACH(from_float16(p[i])); }
+INLINE vf NAME(first)(vf x, int count, float fill) { EACH(i < count ? x.f[i] : fill); }
+INLINE vf NAME(nearest)(vf x) { EACH(nearbyintf(x.f[i])); }
+INLINE vf NAME(power2)(vf x) { EACH(from_bits((uint32_t)((int32_t)x.f[i] + 127) << 23)); }
+#endif
