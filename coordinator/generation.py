@@ -193,10 +193,11 @@ class Generation:
             data += b"".join([shape.piece(piece) for piece in pieces])
             if answer.finish is not None:
                 break
-            if pieces:
+            if data:
                 await out.events(data)
-                meter.token_out(time.monotonic())
                 data = b""
+            if pieces:
+                meter.token_out(time.monotonic())
         if job.include_usage:
             data += shape.usage(usage(job.request.prompt_tokens, answer))
         await out.events(data + DONE, more=False)

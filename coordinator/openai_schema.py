@@ -79,12 +79,21 @@ def _problem(message: str) -> PydanticCustomError:
     return PydanticCustomError("bad_value", "{why}", {"why": message})
 
 
+def _whole_text(text: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character and has no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _problem("holds half of a surrogate pair, which is not text") from error
+    return text
+
+
 def _content(value: Any) -> Any:
     """Content parts become one text."""
     if not isinstance(value, list):
         if not isinstance(value, str):
             raise _problem("must be a string or a list of text parts")
-        return value
+        return _whole_text(value)
     texts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -98,7 +107,7 @@ def _content(value: Any) -> Any:
             raise _refusal(_UNKNOWN, f"[{index}].{extra}", "is not a field that we know")
         if not isinstance(part.get("text"), str):
             raise _problem(f"part {index} must have a text that is a string")
-        texts.append(part["text"])
+        texts.append(_whole_text(part["text"]))
     return "\n".join(texts)
 
 
@@ -111,7 +120,7 @@ def _stops(value: Any) -> Any:
     for index, stop in enumerate(stops):
         if not isinstance(stop, str) or not stop:
             raise _problem(f"entry {index} must be a string that is not empty")
-        if len(stop) > MAX_STOP_BYTES or len(stop.encode("utf-8", "replace")) > MAX_STOP_BYTES:
+        if len(stop) > MAX_STOP_BYTES or len(_whole_text(stop).encode()) > MAX_STOP_BYTES:
             raise _problem(f"entry {index} is longer than {MAX_STOP_BYTES} bytes")
     return stops
 
@@ -123,7 +132,7 @@ def _prompt(value: Any) -> Any:
             raise _refusal(_UNSUPPORTED, "", "holds several prompts; send one request for each")
         value = value[0]
     if isinstance(value, str):
-        return value
+        return _whole_text(value)
     if not isinstance(value, list):
         raise _problem("must be a string, a list of token ids, or a list with one of these")
     if not value:
@@ -171,7 +180,7 @@ class StreamOptions(Fields):
 class CompletionFields(Fields):
     """What chat and text completions share."""
 
-    model: str
+    model: Label
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1

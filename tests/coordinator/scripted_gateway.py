@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from common.errors import KvferryError
 from common.messages import FinishReason
@@ -99,7 +100,7 @@ class ScriptedGateway:
 
     def reset(self) -> None:
         for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn):
-            seen.clear()  # type: ignore[attr-defined]
+            seen.clear()
         self.deltas_taken = 0
         self.context, self.unhealthy = 8192, None
 
@@ -152,7 +153,7 @@ class Served:
 def serving(app: Any, gateway: ScriptedGateway) -> Iterator[Served]:
     listening = socket.create_server(("127.0.0.1", 0))
     server = make_server(app, "127.0.0.1", 0)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
+    thread = threading.Thread(target=lambda: uvloop.run(server.serve([listening])), daemon=True)
     thread.start()
     try:
         while not server.started:

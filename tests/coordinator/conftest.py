@@ -1,0 +1,50 @@
+"""A tokenizer of the default model, and a real HTTP server over a scripted cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from coordinator.generation import Limits
+from coordinator.http_api import create_app
+from coordinator.tokenizer import Tokenizer
+from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
+
+LIMITS = Limits(max_body_bytes=1 << 20, body_timeout_s=1.0, keep_alive_s=0.25, write_timeout_s=0.6)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_dir: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(smollm2_dir)
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture(scope="session")
+def running_server(tokenizer: Tokenizer) -> Iterator[Served]:
+    gateway = ScriptedGateway()
+    app = create_app(
+        gateway,
+        tokenizer,
+        gateway.metrics,
+        served_models=("smol", "alias"),
+        tiers=("default", "fast"),
+        limits=LIMITS,
+    )
+    with serving(app, gateway) as served:
+        yield served
+
+
+@pytest.fixture
+def served(running_server: Served) -> Served:
+    running_server.gateway.reset()
+    return running_server
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=10) as client:
+        yield client
