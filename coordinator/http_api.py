@@ -24,6 +24,7 @@ from coordinator.errors_http import (
     RouteNotFound,
     error_headers,
     error_object,
+    internal_error,
     model_not_found,
     shown,
 )
@@ -56,6 +57,7 @@ def create_app(
     app = FastAPI(title="kvferry", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(KvferryError, _kvferry_error)
+    app.add_exception_handler(Exception, _unforeseen)
     _add_completion_routes(app, kitchen)
     _add_model_routes(app, gateway, tuple(served_models))
     _add_operator_routes(app, gateway)
@@ -173,6 +175,11 @@ async def _kvferry_error(_: Request, error: Exception) -> Response:
     body = error_object(error)
     headers = {name.decode(): value.decode() for name, value in error_headers(error, body)}
     return Response(body, error.status, headers)
+
+
+async def _unforeseen(request: Request, _: Exception) -> Response:
+    """Starlette raises it again after this answer, and `FrontDoor` logs it."""
+    return await _kvferry_error(request, internal_error())
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
