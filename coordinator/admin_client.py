@@ -70,7 +70,8 @@ def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] 
     columns = ("id", "role", "pid", "state", "blocks_total", *last, "address")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     for name in columns:
-        table.add_column(TITLES.get(name, name), no_wrap=True, min_width=None if name == "address" else 4)
+        # In a narrow terminal the address alone gives way.
+        table.add_column(TITLES.get(name, name), no_wrap=name != "address", overflow="fold")
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
         shown = row if threads_of_pid is None else {**row, "threads": threads_of_pid.get(row.get("pid", -1))}
         table.add_row(*(_cell(shown.get(name)) for name in columns))

@@ -20,6 +20,7 @@ from common.config import API_KEY_VARIABLE, parse_coordinator, parse_serve, pars
 from common.paths import child_environment
 from coordinator.launcher import Plan, make_plan, ready_lines, reserve_port
 from coordinator.supervisor import ChildSpec
+from tests.processes import alive
 
 
 def plan_of(*argv: str) -> Plan:
@@ -125,6 +126,7 @@ import asyncio, sys
 from common.config import parse_serve
 from coordinator.launcher import Plan, _Service
 from coordinator.supervisor import ChildSpec
+from tests.processes import alive
 
 port, pids, coordinator, worker = sys.argv[1:5]
 settings = parse_serve(["--port", port, *sys.argv[5:]], {})
@@ -146,7 +148,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         rows = [
             {"id": p.name, "role": p.name.split("-")[0], "pid": int(p.read_text()), "state": "ready", "blocks_total": 9}
-            for p in folder.iterdir()
+            for p in folder.glob("[!.]*")
         ]
         body = json.dumps(rows).encode() if self.path == "/admin/workers" else b"ok"
         self.send_response(200)
@@ -224,9 +226,9 @@ class Stage:
         """Within two seconds no worker lives and the port is free."""
         deadline_s = time.monotonic() + 2
         while time.monotonic() < deadline_s:
-            alive = [path for path in self.pid_files.iterdir() if Path(f"/proc/{path.read_text()}").exists()]
+            left = [path for path in self.pid_files.glob("[!.]*") if alive(int(path.read_text()))]
             with socket.socket() as probe:
-                if not alive and probe.connect_ex(("127.0.0.1", self.port)) != 0:
+                if not left and probe.connect_ex(("127.0.0.1", self.port)) != 0:
                     return True
             time.sleep(0.02)
         return False

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from common.paths import child_environment
 from coordinator.backoff import Backoff
 from coordinator.supervisor import ChildSpec, Death, Supervisor
+from tests.processes import alive
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -62,14 +62,6 @@ class Stage:
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(story(), 30))
-
-
-def alive(pid: int) -> bool:
-    """A zombie that nobody took back yet counts as dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_killed_child_is_started_again_and_the_others_are_left_alone() -> None:
