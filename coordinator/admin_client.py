@@ -66,12 +66,11 @@ TITLES = {"id": "worker", "blocks_total": "blocks", "blocks_free": "free", "step
 
 def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] | None = None) -> Table:
     """One line per worker: with what it has on its hands now, or at start with the threads it was given."""
-    last = NOW if threads_of_pid is None else ("threads",)
-    columns = ("id", "role", "pid", "state", "blocks_total", *last, "address")
+    last = NOW if threads_of_pid is None else ("threads", "address")
+    columns = ("id", "role", "pid", "state", "blocks_total", *last)  # as many as 80 characters hold
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     for name in columns:
-        # In a narrow terminal the address alone gives way.
-        table.add_column(TITLES.get(name, name), no_wrap=name != "address", overflow="fold")
+        table.add_column(TITLES.get(name, name), no_wrap=True)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
         shown = row if threads_of_pid is None else {**row, "threads": threads_of_pid.get(row.get("pid", -1))}
         table.add_row(*(_cell(shown.get(name)) for name in columns))
