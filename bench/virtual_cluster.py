@@ -108,6 +108,7 @@ class Answer:
 
     submitted: float
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
     end: str | None = None  # finish reason, or the error's name, or "left"
 
@@ -194,6 +195,14 @@ class VirtualWorker:
             results.append(Row((next_token(seq.tokens),)) if samples else NO_TOKEN)
         return results
 
+    def read_block(self, block: int) -> object:
+        """A copy of what the block holds: what goes on the wire."""
+        return list(self.content[block])
+
+    def write_block(self, block: int, content: object) -> None:
+        assert isinstance(content, list)
+        self.content[block] = list(content)
+
     def check_content(self, blocks: list[int], tokens: list[int]) -> None:
         """Every token's KV is where the block table says."""
         block_size = self.shape.block_size
@@ -222,7 +231,9 @@ class VirtualCluster:
         self.answers: dict[RequestId, Answer] = {}
         self.front = Front()
         self.cluster = Cluster(
-            Registry(tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S),
+            Registry(
+                tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S
+            ),
             WaitingQueue(max_requests=max_queue, max_tokens=1 << 40),
             first_attempt=first_attempt_of_epoch(1),
         )
@@ -230,7 +241,7 @@ class VirtualCluster:
         names: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(num_prefill)]
         names += [(f"decode-{i}", "decode") for i in range(num_decode)]
         self.workers = {
-            WorkerId(name): VirtualWorker(name, role, shapes[role], step_time or StepTime())
+            WorkerId(name): self.make_worker(name, role, shapes[role], step_time or StepTime())
             for name, role in names
         }
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -238,6 +249,10 @@ class VirtualCluster:
         self._coordinator_timer = float("inf")
         for worker in self.workers.values():
             self._boot(worker)
+
+    def make_worker(self, name: str, role: Role, shape: Shape, step_time: StepTime) -> VirtualWorker:
+        """To be overridden by a cluster whose workers compute something else."""
+        return VirtualWorker(name, role, shape, step_time)
 
     # ------------------------------------------------------------ what a user of this does
 
@@ -296,7 +311,9 @@ class VirtualCluster:
             elif isinstance(effect, ToFront):
                 self._at_client(effect.message)
         deadline = self.cluster.next_deadline(self.now)
-        if deadline is not None and (self._coordinator_timer > deadline or self._coordinator_timer <= self.now):
+        if deadline is not None and (
+            self._coordinator_timer > deadline or self._coordinator_timer <= self.now
+        ):
             self._coordinator_timer = deadline + 0.01
             self.at(self._coordinator_timer, self._coordinator_turn)
 
@@ -322,6 +339,7 @@ class VirtualCluster:
             answer = self.answers[delta.id]
             assert answer.end is None, "a token after the end"
             answer.ids += delta.ids
+            answer.logprobs += delta.logprobs or ()
             answer.stamps.append(self.now)
             answer.end = delta.finish
         for message in heard:
@@ -364,13 +382,13 @@ class VirtualCluster:
             self._carry_out(worker, worker.node.handle(message, sender, self.now))
             self._turn(worker)
 
-    def _block(self, name: WorkerId, header: Block, content: list[int], good: bool, sender: WorkerId) -> None:
+    def _block(self, name: WorkerId, header: Block, content: object, good: bool, sender: WorkerId) -> None:
         worker = self.workers[name]
         if not worker.alive or not isinstance(worker.node, DecodeWorker):
             return
         block = worker.node.block(header, sender, good, self.now)
         if block is not None:
-            worker.content[block] = list(content)
+            worker.write_block(block, content)
         self._turn(worker)
 
     def _carry_out(self, worker: VirtualWorker, effects: list[Effect]) -> None:
@@ -393,7 +411,7 @@ class VirtualCluster:
 
     def _send_block(self, worker: VirtualWorker, effect: SendBlock) -> None:
         header = Block(*effect.key, index=effect.index, part=0, checksum=0, size=1000)
-        content = list(worker.content[effect.block])
+        content = worker.read_block(effect.block)
         good = not (self.faults.corrupt and self.random.random() < self.faults.corrupt)
         self._deliver(lambda: self._block(effect.target.worker, header, content, good, worker.name))
 
