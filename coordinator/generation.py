@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import KvferryError
+from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
 from coordinator.errors_http import internal_error
 from coordinator.gateway import Gateway, TokenStream
 from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
 from coordinator.json_body import parse_object
-from coordinator.metrics import Metrics, RequestMeter
+from coordinator.metrics import LIVE_PHASES, Metrics, RequestMeter
 from coordinator.openai_shapes import (
     DONE,
     ChatChunks,
@@ -86,7 +87,7 @@ class Generation:
         self._surface = surface
         self._started_s = started_s
         self._tenant = tenant
-        self._phase = "waiting"
+        self._phase = Phase.WAITING
         self._leaving = "the server is stopping"
         self._job: Job | None = None
         self._meter: RequestMeter | None = None
@@ -147,8 +148,15 @@ class Generation:
         quiet_s = time.monotonic() - out.last_write_s
         if job is None or not job.stream or out.writing_since_s is not None or out.ended:
             return
-        if self._phase != "waiting" and quiet_s >= self._kitchen.limits.keep_alive_s:
+        # A request in the queue may yet be refused, and should be so with a status.
+        if self._phase_now() != Phase.WAITING and quiet_s >= self._kitchen.limits.keep_alive_s:
             await out.comment()
+
+    def _phase_now(self) -> str:
+        """As the cluster sees it; as the front does, where the cluster does not know the request (yet)."""
+        known = self._kitchen.gateway.timeline(self._job.request.request_id) if self._job else None
+        phase = known.get("phase") if known is not None else None
+        return str(phase) if phase in LIVE_PHASES else str(self._phase)
 
     # ------------------------------------------------------------ who works
 
@@ -157,7 +165,7 @@ class Generation:
         job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._tenant)
         self._answer = Answer(kitchen.tokenizer.text_bytes, job.request.sampling, job.stops)
         stream = await kitchen.gateway.submit(job.request)
-        self._phase = "prefill"
+        self._phase = Phase.PREFILLING
         self._meter = kitchen.metrics.meter(job.request.tier, self._started_s)
         try:
             await (self._stream(job, stream, out) if job.stream else self._whole(job, stream, out))
@@ -176,7 +184,7 @@ class Generation:
         pieces = answer.push(delta)
         meter.tokens_accepted(answer.completion_tokens - before, job.request.prompt_tokens)
         if delta.ids:
-            self._phase = "decode"
+            self._phase = Phase.DECODING
         if answer.finish is not None and delta.finish is None:
             stream.stop()
         return pieces
@@ -235,7 +243,7 @@ class Generation:
         log.info("- %s %s %s", self._surface.chunks.object, error.status, error.code)
 
     def _left(self) -> None:
-        self._kitchen.metrics.aborted.labels(self._phase).inc()
+        self._kitchen.metrics.aborted.labels(self._phase_now()).inc()
         self._end("abort", 499)
 
     def _end(self, reason: str, status: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from common.lifecycle import Phase
 from coordinator.worker_metrics import PREFIX, SnapshotCollector, WorkerSnapshot
 
 TTFT_BUCKETS = (
@@ -61,7 +62,9 @@ LONG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-ABORT_PHASES = ("waiting", "prefill", "decode")
+LIVE_PHASES = tuple(
+    str(phase) for phase in Phase if phase not in (Phase.FINISHED, Phase.ABORTED, Phase.FAILED)
+)
 
 
 class Metrics:
@@ -103,7 +106,7 @@ class Metrics:
             "request_success_total", "Requests that were taken in, by how they ended.", "finished_reason"
         )
         self.aborted = self._counter(
-            "requests_aborted_total", "Requests whose client left, by what they were doing.", "phase"
+            "requests_aborted_total", "Requests whose client left, by the phase they were in.", "phase"
         )
         self.rejected = self._counter(
             "requests_rejected_total", "Requests that were not taken in, by the error's code.", "reason"
@@ -128,7 +131,7 @@ class Metrics:
             self.generation_tokens.labels(tier)
         for reason in FINISHED_REASONS:
             self.success.labels(reason)
-        for phase in ABORT_PHASES:
+        for phase in LIVE_PHASES:
             self.aborted.labels(phase)
 
     def observe(self, histogram: Histogram, tier: str, seconds: float) -> None:

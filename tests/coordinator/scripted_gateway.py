@@ -92,6 +92,7 @@ class ScriptedGateway:
     cancelled: list[tuple[RequestId, str, float]] = field(default_factory=list)
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
     deltas_taken: int = 0
+    phase: str | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics(("default", "fast")))
     minted: int = 0
 
@@ -102,7 +103,7 @@ class ScriptedGateway:
         for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn):
             seen.clear()
         self.deltas_taken = 0
-        self.context, self.unhealthy = 8192, None
+        self.context, self.unhealthy, self.phase = 8192, None, None
 
     def mint_id(self, prefix: str) -> RequestId:
         self.minted += 1
@@ -130,7 +131,9 @@ class ScriptedGateway:
         return [{"id": "decode-0", "role": "decode"}]
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
-        return {"id": request_id} if request_id == "known" else None
+        if request_id == "known":
+            return {"id": request_id}
+        return None if self.phase is None else {"id": request_id, "phase": self.phase}
 
     def metrics_text(self) -> bytes:
         return self.metrics.render([WorkerSnapshot("decode-0", "decode", blocks_free=3)])

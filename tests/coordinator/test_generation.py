@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.errors import RequestFailed
+from common.errors import DeadlinePassed, RequestFailed
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.conftest import LIMITS
 from tests.coordinator.scripted_gateway import Served
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_before_the_first_token(served: Served, stream: boo
 @pytest.mark.parametrize("gap_s", [0.02, 30])
 def test_a_client_that_leaves_while_tokens_come(served: Served, stream: bool, gap_s: float) -> None:
     served.gateway.answers(*[WORD] * 2000, gap_s=gap_s)
-    before = metric(served, 'kvferry_requests_aborted_total{phase="decode"}')
+    before = metric(served, 'kvferry_requests_aborted_total{phase="decoding"}')
     finished = metric(served, 'kvferry_request_success_total{finished_reason="abort"}')
     connection = raw(served, TEXT | {"stream": stream, "max_tokens": 2000})
     eventually(lambda: served.gateway.deltas_taken)
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_while_tokens_come(served: Served, stream: bool, ga
         read_until(connection, b"data: ")
     connection.close()
     eventually(lambda: served.gateway.cancelled)
-    eventually(lambda: metric(served, 'kvferry_requests_aborted_total{phase="decode"}') == before + 1)
+    eventually(lambda: metric(served, 'kvferry_requests_aborted_total{phase="decoding"}') == before + 1)
     assert metric(served, 'kvferry_request_success_total{finished_reason="abort"}') == finished + 1
 
 
@@ -142,6 +142,24 @@ def test_a_long_wait_is_kept_alive(served: Served) -> None:
     assert "[DONE]" not in response.text
     response = httpx.post(served.url + "/v1/completions", json=TEXT)
     assert response.status_code == 500
+
+
+def test_a_request_in_the_queue_keeps_its_status(served: Served) -> None:
+    served.gateway.phase = "waiting"
+    served.gateway.answers(WORD, first_s=0.7, error=DeadlinePassed("too late"))
+    response = httpx.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
+    assert response.status_code == 408
+
+
+def test_the_phase_of_an_abort_is_the_clusters(served: Served) -> None:
+    name = 'kvferry_requests_aborted_total{phase="kv_ready"}'
+    before = metric(served, name)
+    served.gateway.phase = "kv_ready"
+    served.gateway.answers(WORD, first_s=30)
+    connection = raw(served, TEXT)
+    eventually(lambda: served.gateway.requests)
+    connection.close()
+    eventually(lambda: metric(served, name) == before + 1)
 
 
 def test_a_body_that_is_too_large(served: Served) -> None:
