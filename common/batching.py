@@ -101,6 +101,7 @@ class Joined:
 class Batch:
     """One step: a delta of the runner's slots, then one row per sequence that computes.
 
+    The runner applies `left`, then `joined`, then `grown`: a slot may leave and be joined by another sequence.
     `token_ids` is flat: row i has `counts[i]` of them, starting at absolute position `starts[i]`.
     """
 
@@ -194,7 +195,9 @@ class BatchingCore:
             self.pool.release(hits)
             return False
         seq.blocks = hits + fresh
-        seq.num_computed = seq.cached_tokens = len(hits) * self.block_size
+        seq.num_computed = len(hits) * self.block_size
+        if seq.preemptions == 0:  # what a recompute finds again was saved to nobody
+            seq.cached_tokens = seq.num_computed
         seq.published = len(hits)
         return True
 
@@ -225,7 +228,7 @@ class BatchingCore:
         """Gives back slot and blocks, unless the sequence stands in a batch that is out (then `finish` does)."""
         if seq.in_batch:
             return
-        self._drop_slot(seq)
+        self.leave_slot(seq)
         blocks, seq.blocks = seq.blocks, []
         self.pool.release(blocks)
         seq.num_computed = seq.published = 0
@@ -237,7 +240,8 @@ class BatchingCore:
         seq.slot = self._free_slots.pop()
         self._joining[seq.slot] = seq
 
-    def _drop_slot(self, seq: Sequence) -> None:
+    def leave_slot(self, seq: Sequence) -> None:
+        """Nothing of the sequence is left to run here, though its blocks may still be wanted. Idempotent."""
         if seq.slot == NO_SLOT:
             return
         if self._joining.pop(seq.slot, None) is None:

@@ -95,14 +95,17 @@ class BlockPool:
             self._free.append(self._evict())
 
     def check(self) -> None:
-        """Asserts that every block is in exactly one place."""
-        for block in range(self.total):
-            places = (self._holders[block] > 0) + (block in self._cached)
-            assert places <= 1, f"block {block} is held and cached"
-        assert len(set(self._free)) == len(self._free)
-        assert not any(self._holders[b] or b in self._cached for b in self._free)
-        assert self.free + self.held + self.cached == self.total
-        assert all(self._hash[block] == content for content, block in self._by_hash.items())
+        """Asserts that every block is in exactly one place and that content and block name each other."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        for block, holders in enumerate(self._holders):
+            assert holders >= 0
+            places = (block in free) + (holders > 0) + (block in self._cached)
+            assert places == 1, f"block {block} is in {places} places"
+            assert self._hash[block] is None or block not in free, f"free block {block} has a name"
+        named = {content: block for block, content in enumerate(self._hash) if content is not None}
+        assert named == self._by_hash
+        assert self._cached.keys() <= set(named.values())
 
     def _evict(self) -> int:
         block = next(iter(self._cached))

@@ -125,7 +125,8 @@ def tables_as_markdown() -> str:
     lines += [f"| {p} | {', '.join(q for q in Phase if q in to) or '–'} |" for p, to in REQUEST_MOVES.items()]
     lines += ["", "| transfer | may go to |", "|---|---|"]
     lines += [
-        f"| {p} | {', '.join(q for q in TransferPhase if q in to) or '–'} |" for p, to in TRANSFER_MOVES.items()
+        f"| {p} | {', '.join(q for q in TransferPhase if q in to) or '–'} |"
+        for p, to in TRANSFER_MOVES.items()
     ]
     return "\n".join(lines)
 

@@ -480,5 +480,3 @@ def _first_fault(error: Exception) -> str:
         first = error.errors(include_input=False, include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return type(error).__name__
-
-

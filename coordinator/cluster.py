@@ -38,7 +38,6 @@ from common.messages import (
     Rebind,
     Refused,
     Register,
-    Registered,
     Rejected,
     RequestEnded,
     RequestFinished,
@@ -57,6 +56,9 @@ from coordinator.tracker import NO_ATTEMPT, Tracked, Tracker
 MAX_FRUITLESS = 5
 MAX_ASKS = 4
 MAX_DEATHS = 2
+MAX_PASSES = 64
+LOOK_AHEAD = 32  # entries of the queue that are looked at in one go …
+MAX_BLOCKED = 8  # … as long as no more than these found no room
 
 
 class Cluster:
@@ -92,6 +94,7 @@ class Cluster:
             self.counters.add("requests_rejected_total", reason=rejection.error)
             return [ToFront(request.front, rejection)]
         deadline = None if message.deadline_s is None else now + message.deadline_s
+        assert self.tracker.get(request.request_id) is None, "request ids are minted once"
         tracked = self.tracker.new(request, deadline, now)
         self._enqueue(tracked, now)
         return [ToFront(request.front, Admitted(request.request_id)), *self._dispatch_waiting(now)]
@@ -102,6 +105,8 @@ class Cluster:
 
         if self.draining:
             return no("NoWorker", "the service is shutting down")
+        if request.prompt_tokens == 0:
+            return no("BadRequest", "the prompt is empty")
         limit = self.registry.max_model_len()
         if limit is None or not self.registry.usable("decode"):
             return no("NoWorker", "no decode worker is ready")
@@ -118,6 +123,10 @@ class Cluster:
         return min(60.0, max(1.0, self.queue.tokens / max(rate, 1.0)))
 
     def from_front(self, message: Message, now: float) -> list[Effect]:
+        """What the front saw or its client did; whoever waits gets the room that this makes."""
+        return self._on_front(message, now) + self._dispatch_waiting(now)
+
+    def _on_front(self, message: Message, now: float) -> list[Effect]:
         match message:
             case Progress():
                 return self._progress(message, now)
@@ -178,6 +187,10 @@ class Cluster:
     # ------------------------------------------------------------ from workers
 
     def from_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
+        """Anything a worker says on its control link."""
+        return self._on_worker(message, sender, now) + self._dispatch_waiting(now)
+
+    def _on_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
         match message:
             case Register():
@@ -199,14 +212,14 @@ class Cluster:
         worker_id = WorkerId(sender.name)
         before = self.registry.get(worker_id)
         effects: list[Effect] = []
+        if before is not None and not before.lost and before.incarnation > sender.incarnation:
+            self._late(message)  # incarnations rise: this life is over, and must not put out the present one
+            return effects
         if before is not None and not before.lost and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
             effects += self._worker_lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
-        effects.append(ToWorker(worker_id, answer))
-        if isinstance(answer, Registered):
-            effects += self._dispatch_waiting(now)
-        return effects
+        return [*effects, ToWorker(worker_id, answer)]
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -219,12 +232,17 @@ class Cluster:
                 unwanted.append((request_id, attempt))
             else:
                 tracked.seen_at = now
-                self._advance(tracked, phase, now)
+                self._advance(tracked, worker_id, phase, now)
         return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted)))]
 
-    def _advance(self, tracked: Tracked, phase: str, now: float) -> None:
-        """The worker's phase, as far as it is ahead of ours by the table."""
-        if phase == Phase.PREFILLING and tracked.life.phase is Phase.QUEUED:
+    def _advance(self, tracked: Tracked, worker_id: WorkerId, phase: str, now: float) -> None:
+        """A worker's phase, by its word or its heartbeat, as far as it is ahead of ours by the table."""
+        if phase == Phase.QUEUED:
+            return
+        if worker_id == tracked.decode and worker_id != tracked.prefill and tracked.prefill is not None:
+            if phase != Phase.KV_READY:  # more than a transfer under way
+                self._owned(tracked, now)
+        elif tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
 
     def _about_attempt(
@@ -237,19 +255,45 @@ class Cluster:
         tracked.seen_at = now
         match message:
             case Accepted():
-                tracked.command = None
+                return self._accepted(tracked, message, now)
             case Later():
-                tracked.ask_at = now + message.retry_after_s
-                tracked.asks = 0
+                return self._later(tracked, message, now)
             case Refused():
                 tracked.avoid.add(worker_id)
                 return self._again(tracked, f"{worker_id} refused: {message.reason}", now)
             case Started():
-                self._started(tracked, now)
+                self._advance(tracked, worker_id, message.phase, now)
         return []
 
-    def _started(self, tracked: Tracked, now: float) -> None:
-        """The decode worker owns it now."""
+    def _accepted(self, tracked: Tracked, message: Accepted, now: float) -> list[Effect]:
+        """By level: what counts is not which command this answers, but whether the worker has our target."""
+        holds = None if message.target is None else (message.target.worker, message.target.incarnation)
+        target = self.registry.get(tracked.decode) if tracked.decode is not None else None
+        if holds is None or target is None or tracked.handed_over or holds == (target.id, target.incarnation):
+            tracked.command = None
+            return []
+        if isinstance(tracked.command, Rebind):
+            return []  # an older answer: ours is on its way, or is sent again
+        return self._command(tracked, Rebind(*tracked.key, target.card.address), now)
+
+    def _later(self, tracked: Tracked, message: Later, now: float) -> list[Effect]:
+        """The worker has no room after all: it is asked again, for as long as a request may wait at all."""
+        if now - tracked.dispatched_at >= self._max_wait_s:
+            tracked.avoid.update(tracked.holders[:1])
+            return self._again(tracked, "the worker had no room", now)
+        tracked.ask_at = now + min(message.retry_after_s, self._ask_again_s)
+        tracked.asks = 0
+        return []
+
+    def _command(self, tracked: Tracked, command: Message, now: float) -> list[Effect]:
+        """Sends a command to the one that computes the prompt; it is said again until answered."""
+        tracked.command = command
+        tracked.asks = 1
+        tracked.ask_at = now + self._ask_again_s
+        return [ToWorker(tracked.holders[0], command)]
+
+    def _owned(self, tracked: Tracked, now: float) -> None:
+        """The decode worker holds all of it now."""
         tracked.command = None
         tracked.handed_over = True
         self._router.prefilled(tracked.id, tracked.prefill)
@@ -274,7 +318,9 @@ class Cluster:
             return []  # the decode worker's start beats the prefill worker's failure
         if not message.retryable:
             said = self._abort_holders(tracked, message.reason)
-            return said + self._fail(tracked, "RequestFailed", f"it cannot be computed: {message.reason}", now)
+            return said + self._fail(
+                tracked, "RequestFailed", f"it cannot be computed: {message.reason}", now
+            )
         return self._again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
 
     def _late(self, message: Message) -> None:
@@ -304,7 +350,9 @@ class Cluster:
             return self._out_of_time(tracked, now)
         if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
             said = self._abort_holders(tracked, "deadline")
-            return said + self._fail(tracked, "DeadlinePassed", "its deadline passed before the first token", now)
+            return said + self._fail(
+                tracked, "DeadlinePassed", "its deadline passed before the first token", now
+            )
         if tracked.command is not None:
             return self._ask_again(tracked, now)
         if now - tracked.seen_at >= self._unheld_after_s:
@@ -312,19 +360,19 @@ class Cluster:
         return []
 
     def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
-        limit = self._max_wait_s if tracked.deadline is None else tracked.deadline - now + self._waited(tracked, now)
-        if self._waited(tracked, now) < limit:
+        """A deadline is for the first token; who has that waits as long as anybody may."""
+        waited_s = tracked.life.seconds_in(Phase.WAITING, now)
+        late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
+        if not late and waited_s < self._max_wait_s:
             return []
-        reason = f"no worker took it within {self._waited(tracked, now):.1f} s"
-        return self._fail(tracked, "DeadlinePassed" if not tracked.outputs else "RequestFailed", reason, now)
-
-    def _waited(self, tracked: Tracked, now: float) -> float:
-        return tracked.life.seconds_in(Phase.WAITING, now)
+        reason = f"no worker took it within {waited_s:.1f} s"
+        return self._fail(tracked, "RequestFailed" if tracked.outputs else "DeadlinePassed", reason, now)
 
     def _ask_again(self, tracked: Tracked, now: float) -> list[Effect]:
         if now < tracked.ask_at:
             return []
         if tracked.asks >= MAX_ASKS:
+            tracked.avoid.update(tracked.holders[:1])
             return self._again(tracked, "the worker did not answer the dispatch", now)
         tracked.asks += 1
         tracked.ask_at = now + self._ask_again_s
@@ -338,22 +386,32 @@ class Cluster:
         self.queue.push(entry)
 
     def _dispatch_waiting(self, now: float) -> list[Effect]:
-        """Gives out what workers have room for, in order; the first without room holds back the rest."""
+        """Gives out what workers have room for, in order. One without room lets a few behind it pass, so that a
+        long prompt does not idle the pools, and not more than MAX_PASSES, so that it does not wait for ever."""
+        if self.queue.first() is None or not self.registry.usable("decode"):
+            return []
         effects: list[Effect] = []
-        while (entry := self.queue.first()) is not None:
+        passed: list[Tracked] = []
+        for entry in self.queue.ahead(LOOK_AHEAD):
             tracked = self.tracker.get(entry.id)
             assert tracked is not None
             pair = self._pick(tracked)
             if pair is None:
-                break
+                passed.append(tracked)
+                if tracked.passes >= MAX_PASSES or len(passed) > MAX_BLOCKED:
+                    break
+                continue
             self.queue.remove(entry.id)
-            effects.append(self._dispatch(tracked, *pair, now))
+            effects += self._dispatch(tracked, *pair, now)
+            for blocked in passed:
+                blocked.passes += 1
         return effects
 
     def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
         """The pair of workers for it; without a prefill worker the decode worker does both."""
-        deciders = self.registry.usable("decode")
-        prefillers = self.registry.usable("prefill")
+        longest = tracked.request.max_total_tokens
+        deciders = [w for w in self.registry.usable("decode") if w.longest_tokens >= longest]
+        prefillers = [w for w in self.registry.usable("prefill") if w.longest_tokens >= tracked.tokens]
         if not deciders:
             return None
         if not prefillers:
@@ -368,26 +426,25 @@ class Cluster:
     def _blocks(self, tracked: Tracked, worker: Worker) -> int:
         return tracked.tokens // worker.card.block_size + 2
 
-    def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> Effect:
+    def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> list[Effect]:
         self._attempt = Attempt(self._attempt + 1)
         tracked.attempt = self._attempt
         tracked.attempts += 1
         tracked.prefill = prefill.id if prefill is not None else None
         tracked.decode = decode.id
         tracked.handed_over = tracked.prompt_done = False
-        tracked.seen_at = now
+        tracked.passes = 0
+        tracked.seen_at = tracked.dispatched_at = now
         tracked.life.move(Phase.QUEUED, now)
         self._router.assign(
             tracked.id, tracked.prefill or decode.id, decode.id, tracked.tokens, self._blocks(tracked, decode)
         )
         outputs = pack_ids(tracked.outputs)
         if prefill is not None:
-            tracked.command = Prefill(*tracked.key, tracked.request, outputs, decode.card.address)
-        else:
-            tracked.command = Decode(*tracked.key, tracked.request, outputs)
-        tracked.asks = 1
-        tracked.ask_at = now + self._ask_again_s
-        return ToWorker((prefill or decode).id, tracked.command)
+            return self._command(
+                tracked, Prefill(*tracked.key, tracked.request, outputs, decode.card.address), now
+            )
+        return self._command(tracked, Decode(*tracked.key, tracked.request, outputs), now)
 
     # ------------------------------------------------------------ when something goes
 
@@ -403,8 +460,9 @@ class Cluster:
     def _lost_holder(self, tracked: Tracked, worker: Worker, how: str, now: float) -> list[Effect]:
         if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
             return self._rebind(tracked, worker, how, now)
-        tracked.deaths += 1
         tracked.avoid.add(worker.id)
+        if tracked.life.phase is not Phase.QUEUED:  # what only stood in line there cannot have killed it
+            tracked.deaths += 1
         if tracked.deaths >= MAX_DEATHS:
             reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
             said = self._abort_holders(tracked, reason)
@@ -414,9 +472,9 @@ class Cluster:
     def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:
         """The prefill worker still has every block: only the destination changes."""
         tracked.avoid.add(lost.id)
-        target = self._router.pick_decode(
-            self.registry.usable("decode"), self._blocks(tracked, lost), tracked.avoid
-        )
+        longest = tracked.request.max_total_tokens
+        fitting = [w for w in self.registry.usable("decode") if w.longest_tokens >= longest]
+        target = self._router.pick_decode(fitting, self._blocks(tracked, lost), tracked.avoid)
         if target is None or target.id == lost.id or tracked.prefill is None:
             return self._again(tracked, f"{lost.id} {how}", now)
         self._router.release(tracked.id, None, tracked.decode)
@@ -424,13 +482,11 @@ class Cluster:
         tracked.decode = target.id
         tracked.last_fault = f"{lost.id} {how}"
         tracked.seen_at = now
-        if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target
-            tracked.command = Prefill(*tracked.key, tracked.request, tracked.command.output_ids, target.card.address)
-            return [ToWorker(tracked.prefill, tracked.command)]
-        tracked.command = Rebind(*tracked.key, target.card.address)
-        tracked.asks = 1
-        tracked.ask_at = now + self._ask_again_s
-        return [ToWorker(tracked.prefill, tracked.command)]
+        address = target.card.address
+        if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target, see `_accepted`
+            outputs = tracked.command.output_ids
+            return self._command(tracked, Prefill(*tracked.key, tracked.request, outputs, address), now)
+        return self._command(tracked, Rebind(*tracked.key, address), now)
 
     def _again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
         """Back to the queue with what the front has; the present attempt is told to end."""
@@ -458,14 +514,20 @@ class Cluster:
 
     def _end(self, tracked: Tracked, phase: Phase, now: float) -> list[Effect]:
         """The one end of a request."""
-        self.queue.remove(tracked.id)
+        if tracked.life.phase is Phase.WAITING:
+            self.queue.remove(tracked.id)
         self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
         tracked.life.move(phase, now)
         tracked.command = None
         self.tracker.end(tracked)
-        return self._dispatch_waiting(now)
+        return []
 
     # ------------------------------------------------------------ questions
+
+    @property
+    def settled(self) -> bool:
+        """Nothing waits, runs, or takes a share of any worker."""
+        return len(self.tracker) == 0 and len(self.queue) == 0 and self._router.empty
 
     def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
         return self.tracker.timeline(request_id, now)

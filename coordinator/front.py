@@ -75,6 +75,7 @@ class Front:
                 self._take(stream, row, deltas, progress, finished)
                 if stream.early:
                     self._take_early(row.id, stream, deltas, progress, finished)
+                    stream.early_since = now
         heard: list[Message] = [Progress(tuple(progress))] if progress else []
         return deltas, heard + finished
 
@@ -84,7 +85,7 @@ class Front:
         for request_id in list(self._gapped):
             stream = self._streams[request_id]
             if now - stream.early_since >= self._gap_after_s:
-                rows += [(row.id, row.attempt) for row in stream.early[-1:]]
+                rows.append((request_id, max(row.attempt for row in stream.early)))
                 stream.early.clear()
                 del self._gapped[request_id]
         return [Progress((), tuple(rows))] if rows else []

@@ -6,7 +6,7 @@ arrival, so it stands before everything that came after it.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from common.request import RequestId
@@ -25,11 +25,16 @@ class Entry:
         return (self.priority, self.arrival)
 
 
+def _order(entry: Entry) -> tuple[int, int]:
+    return entry.order
+
+
 class WaitingQueue:
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._entries: list[Entry] = []
+        self._by_id: dict[RequestId, Entry] = {}
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -44,23 +49,25 @@ class WaitingQueue:
         return None
 
     def push(self, entry: Entry) -> None:
-        insort(self._entries, entry, key=lambda e: e.order)
+        assert entry.id not in self._by_id
+        insort(self._entries, entry, key=_order)
+        self._by_id[entry.id] = entry
         self.tokens += entry.tokens
 
-    def entries(self) -> list[Entry]:
-        """In order; a copy."""
-        return list(self._entries)
+    def ahead(self, count: int) -> list[Entry]:
+        """The first `count` entries, in order; a copy."""
+        return self._entries[:count]
 
     def first(self) -> Entry | None:
         return self._entries[0] if self._entries else None
 
     def remove(self, request_id: RequestId) -> Entry | None:
-        for index, entry in enumerate(self._entries):
-            if entry.id == request_id:
-                del self._entries[index]
-                self.tokens -= entry.tokens
-                return entry
-        return None
+        entry = self._by_id.pop(request_id, None)
+        if entry is not None:
+            # Orders are unique (an arrival is), so the place is exact; most often it is the first.
+            del self._entries[bisect_left(self._entries, entry.order, key=_order)]
+            self.tokens -= entry.tokens
+        return entry
 
     def age_s(self, now: float) -> float:
         """How long the longest-waiting entry has stood here."""

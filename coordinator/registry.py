@@ -14,7 +14,16 @@ from typing import Any
 
 from common.counters import HISTOGRAM_BUCKETS
 from common.fingerprint import Value, first_difference
-from common.messages import Heartbeat, Load, Register, Registered, RegistrationRefused, Role, Sender
+from common.messages import (
+    Heartbeat,
+    Load,
+    Register,
+    Registered,
+    RegistrationRefused,
+    Role,
+    Sender,
+    longest_model_len,
+)
 from common.request import Incarnation, WorkerId
 
 _NO_LOAD = Load(0, 0, 0, 0, 0, 0, 0.0)
@@ -46,6 +55,12 @@ class Worker:
         return self.card.blocks_total * self.card.block_size
 
     @property
+    def longest_tokens(self) -> int:
+        """Prompt and answer together that fit here, alone, and into a message on the way here."""
+        fits = min(self.card.max_model_len, self.capacity_tokens)
+        return min(fits, longest_model_len(self.card.block_size))
+
+    @property
     def state(self) -> str:
         if self.lost:
             return "lost"
@@ -67,6 +82,10 @@ def _add(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> tuple[floa
     if a is None or b is None:
         return a or b or ()
     return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _samples(row: tuple[float, ...]) -> float:
+    return row[1]
 
 
 class Registry:
@@ -96,9 +115,7 @@ class Registry:
 
     # ------------------------------------------------------------ what workers say
 
-    def register(
-        self, card: Register, sender: Sender, now: float
-    ) -> Registered | RegistrationRefused:
+    def register(self, card: Register, sender: Sender, now: float) -> Registered | RegistrationRefused:
         refusal = self._refusal(card)
         if refusal is not None:
             return refusal
@@ -107,6 +124,7 @@ class Registry:
         worker = Worker(worker_id, sender.incarnation, card, heard_at=now)
         if before is not None and before.incarnation == sender.incarnation:
             worker.past_counters, worker.past_histograms = before.past_counters, before.past_histograms
+            worker.counters, worker.histograms, worker.load = before.counters, before.histograms, before.load
         elif before is not None:
             worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker
@@ -135,9 +153,10 @@ class Registry:
         worker.load = message.load
         worker.progress_age_s = message.progress_age_s
         worker.draining = message.draining
-        worker.counters = message.counters
+        # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
+        worker.counters = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
         worker.histograms = {
-            name: row
+            name: max(row, worker.histograms.get(name, row), key=_samples)
             for name, row in message.histograms.items()
             if name in HISTOGRAM_BUCKETS and len(row) == len(HISTOGRAM_BUCKETS[name]) + 3
         }
@@ -178,7 +197,7 @@ class Registry:
 
     def max_model_len(self) -> int | None:
         """The longest prompt and answer together that fits, alone, into any live worker."""
-        limits = [min(w.card.max_model_len, w.capacity_tokens) for w in self.live()]
+        limits = [w.longest_tokens for w in self.live()]
         if not limits:
             return None
         asked = self._max_model_len_asked

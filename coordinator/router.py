@@ -8,26 +8,43 @@ each to grow into. What is in flight is counted here by dispatch and end, not by
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
-from coordinator.registry import Worker
 from common.request import RequestId, WorkerId
+from coordinator.registry import Worker
 
 STEPS_AHEAD = 2
 
 
-@dataclass(slots=True)
-class _Share:
-    """What one request takes of one worker."""
+class _Shares:
+    """Who takes how much of one worker: prompt tokens ahead of a prefill worker, blocks of a decode worker."""
 
-    prefill_tokens: int
-    blocks: int
+    __slots__ = ("by_request", "total")
+
+    def __init__(self) -> None:
+        self.by_request: dict[RequestId, int] = {}
+        self.total = 0
+
+    def put(self, request_id: RequestId, amount: int) -> None:
+        self.drop(request_id)
+        self.by_request[request_id] = amount
+        self.total += amount
+
+    def drop(self, request_id: RequestId) -> None:
+        self.total -= self.by_request.pop(request_id, 0)
+
+
+_NOTHING = _Shares()
 
 
 class Router:
     def __init__(self) -> None:
-        self._prefill: dict[WorkerId, dict[RequestId, _Share]] = {}
-        self._decode: dict[WorkerId, dict[RequestId, _Share]] = {}
+        self._prefill: dict[WorkerId, _Shares] = {}
+        self._decode: dict[WorkerId, _Shares] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Nobody takes anything of any worker."""
+        return not self._prefill and not self._decode
 
     def pick_prefill(self, workers: list[Worker], tokens: int, avoid: Collection[WorkerId]) -> Worker | None:
         """The prefill worker with the fewest tokens ahead that may take `tokens` more; None is "later"."""
@@ -37,16 +54,20 @@ class Router:
     def pick_decode(self, workers: list[Worker], blocks: int, avoid: Collection[WorkerId]) -> Worker | None:
         """The decode worker with the fewest requests, by share of its batch, that has room for `blocks`."""
         fitting = [w for w in workers if self._may_decode(w, blocks)]
-        return _least(fitting, avoid, lambda w: len(self._decode.get(w.id, ())) / w.card.max_num_seqs)
+        return _least(fitting, avoid, lambda w: self._requests_decoding(w.id) / w.card.max_num_seqs)
 
     def assign(
-        self, request_id: RequestId, prefill: WorkerId | None, decode: WorkerId | None, tokens: int, blocks: int
+        self,
+        request_id: RequestId,
+        prefill: WorkerId | None,
+        decode: WorkerId | None,
+        tokens: int,
+        blocks: int,
     ) -> None:
-        share = _Share(tokens, blocks)
         if prefill is not None:
-            self._prefill.setdefault(prefill, {})[request_id] = share
+            self._prefill.setdefault(prefill, _Shares()).put(request_id, tokens)
         if decode is not None:
-            self._decode.setdefault(decode, {})[request_id] = share
+            self._decode.setdefault(decode, _Shares()).put(request_id, blocks)
 
     def prefilled(self, request_id: RequestId, worker: WorkerId | None) -> None:
         """The request's prompt is computed: it is no longer ahead of anybody at `worker`."""
@@ -57,32 +78,34 @@ class Router:
         _drop(self._decode, decode, request_id)
 
     def tokens_ahead(self, worker: WorkerId) -> int:
-        return sum(share.prefill_tokens for share in self._prefill.get(worker, {}).values())
+        return self._prefill.get(worker, _NOTHING).total
 
-    def requests_at(self, worker: WorkerId) -> int:
-        return len(self._decode.get(worker, ())) + len(self._prefill.get(worker, ()))
+    def _requests_decoding(self, worker: WorkerId) -> int:
+        return len(self._decode.get(worker, _NOTHING).by_request)
 
     def _may_prefill(self, worker: Worker, tokens: int) -> bool:
         ahead = self.tokens_ahead(worker.id)
         return ahead == 0 or ahead + tokens <= STEPS_AHEAD * worker.card.max_num_batched_tokens
 
     def _may_decode(self, worker: Worker, blocks: int) -> bool:
-        shares = self._decode.get(worker.id, {})
-        if not shares:
+        shares = self._decode.get(worker.id)
+        if shares is None:
             return True
-        taken = sum(share.blocks for share in shares.values())
-        return len(shares) < worker.card.max_num_seqs and taken + blocks <= worker.card.blocks_total
+        room = shares.total + blocks <= worker.card.blocks_total
+        return room and len(shares.by_request) < worker.card.max_num_seqs
 
 
-def _least(workers: list[Worker], avoid: Collection[WorkerId], load: Callable[[Worker], float]) -> Worker | None:
+def _least(
+    workers: list[Worker], avoid: Collection[WorkerId], load: Callable[[Worker], float]
+) -> Worker | None:
     """The least loaded; workers to avoid only when there is no other; ties by order of registration."""
     preferred = [w for w in workers if w.id not in avoid] or workers
     return min(preferred, key=load, default=None)
 
 
-def _drop(table: dict[WorkerId, dict[RequestId, _Share]], worker: WorkerId | None, request_id: RequestId) -> None:
+def _drop(table: dict[WorkerId, _Shares], worker: WorkerId | None, request_id: RequestId) -> None:
     shares = table.get(worker) if worker is not None else None
     if shares is not None and worker is not None:
-        shares.pop(request_id, None)
-        if not shares:
+        shares.drop(request_id)
+        if not shares.by_request:
             del table[worker]

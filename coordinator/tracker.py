@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.lifecycle import Life, Phase
@@ -31,12 +31,16 @@ class Tracked:
     command: Message | None = None  # the dispatch, until a worker has answered it
     ask_at: float = 0.0
     asks: int = 0
+    dispatched_at: float = 0.0
+    passes: int = 0  # dispatches from behind it since it has stood in the queue
     seen_at: float = 0.0  # last proof that somebody holds the present attempt
     prompt_done: bool = False
     handed_over: bool = False
     avoid: set[WorkerId] = field(default_factory=set)
     ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)
     last_fault: str = ""
+    prompt_tokens: int = 0  # of an ended one, like the next: its ids are gone
+    output_tokens: int = 0
 
     @property
     def id(self) -> RequestId:
@@ -89,7 +93,11 @@ class Tracker:
         return [t for t in self._live.values() if t.life.phase is not Phase.WAITING]
 
     def end(self, tracked: Tracked) -> None:
+        """Moves it to the memory of ended ones, which keeps numbers, not prompts: a thousand of those are large."""
         del self._live[tracked.id]
+        tracked.prompt_tokens, tracked.output_tokens = tracked.request.prompt_tokens, len(tracked.outputs)
+        tracked.request = replace(tracked.request, prompt_ids=b"")
+        tracked.outputs = []
         self._recent[tracked.id] = tracked
         if len(self._recent) > RECENT_LIMIT:
             del self._recent[next(iter(self._recent))]
@@ -113,8 +121,8 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
         "id": t.id,
         "phase": str(t.life.phase),
         "attempts": t.attempts,
-        "prompt_tokens": t.request.prompt_tokens,
-        "output_tokens": len(t.outputs),
+        "prompt_tokens": t.request.prompt_tokens or t.prompt_tokens,
+        "output_tokens": len(t.outputs) or t.output_tokens,
         "prefill_worker": t.prefill,
         "decode_worker": t.decode,
         "coordinator_seconds": _rounded(t.life.durations_s(now)),
@@ -140,5 +148,3 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
 
 def _rounded(durations_s: dict[str, float]) -> dict[str, float]:
     return {phase: round(seconds, 6) for phase, seconds in durations_s.items()}
-
-

@@ -12,7 +12,9 @@ between steps. The rules, in the order in which `schedule` applies them:
    at least MIN_CHUNK so that a full batch cannot starve them.
 
 New transfers are accepted only while nobody preempted waits, a slot will be free, and the reservation leaves
-one block for each running sequence (the watermark).
+one block for each running sequence (the watermark). Local prefills, preempted ones included, keep the same
+watermark: without it the last sequence is put out, starts again with what it gave back, and is put out again. A
+transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is kept for it, as long as it asks.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from common.lifecycle import Phase
 from common.request import Attempt, Key, Request, TokenLogprobs
 
 MIN_CHUNK = 16
+MAX_PASSES = 32
+ASKS_FOR_S = 5.0
+"""A transfer told "later" that has not asked again for so long does not want room any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,14 @@ class Outcome:
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None
     finish: str | None
+
+
+@dataclass(slots=True)
+class _PassedOver:
+    """An offer that was told "later": when it last asked, and how many were accepted since it first did."""
+
+    at: float
+    passes: int
 
 
 def _by_order(seq: Sequence) -> tuple[int, int]:
@@ -52,7 +65,10 @@ class DecodeScheduler:
         self._preempted: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
-        self.revoked: list[Key] = []  # reservations given up by the last `schedule`; the caller tells the senders
+        self._passed_over: dict[Key, _PassedOver] = {}
+        # What the last `schedule` did that others must hear of; the caller clears both.
+        self.revoked: list[Key] = []  # reservations given up
+        self.started: list[Sequence] = []  # first local chunk is about to run
         self.preemptions = 0
         self.lost_tokens = 0
 
@@ -69,6 +85,10 @@ class DecodeScheduler:
 
     def keys(self) -> list[Key]:
         return list(self._seqs)
+
+    def older_attempts(self, key: Key) -> list[Key]:
+        """Keys of the same request with a lower attempt."""
+        return [other for other in self._seqs if other[0] == key[0] and other[1] < key[1]]
 
     def sequences(self) -> list[Sequence]:
         return list(self._seqs.values())
@@ -100,16 +120,43 @@ class DecodeScheduler:
 
     def reserve(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence | None:
         """Room for a whole transferred prompt and its first step, or None: later."""
-        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
-            return None
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
-        if not self._core.reserve(seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)):
+        if not self._may_reserve(seq.key, now) or not self._reserve_above_watermark(seq):
+            asked = self._passed_over.get(seq.key)
+            self._passed_over[seq.key] = _PassedOver(now, 0 if asked is None else asked.passes)
             return None
-        if self._core.pool.available < self.num_running:
-            self._core.free(seq)
-            return None
+        self._passed_over.pop(seq.key, None)
+        for asked in self._passed_over.values():
+            asked.passes += 1
         self._seqs[seq.key] = self._reserved[seq.key] = seq
         return seq
+
+    def _may_reserve(self, key: Key, now: float) -> bool:
+        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
+            return False
+        for other in [k for k, asked in self._passed_over.items() if now - asked.at > ASKS_FOR_S]:
+            del self._passed_over[other]
+        first = next((k for k, asked in self._passed_over.items() if asked.passes >= MAX_PASSES), key)
+        return first == key
+
+    def _reserve_above_watermark(self, seq: Sequence) -> bool:
+        if not self._core.reserve(seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)):
+            return False
+        return self._keeps_watermark(seq)
+
+    def _keeps_watermark(self, seq: Sequence) -> bool:
+        """Whether each running sequence can still take a block; if not, `seq`, just reserved, is freed again."""
+        if self._core.pool.available >= self.num_running:
+            return True
+        self._core.free(seq)
+        return False
+
+    def fits_reservation(self, key: Key, output_ids: Seq[int]) -> bool:
+        """Whether these are the reserved sequence's output tokens and one more."""
+        seq = self._reserved[key]
+        return (
+            list(output_ids[:-1]) == seq.tokens[seq.prompt_len :] and len(output_ids) == seq.num_outputs + 1
+        )
 
     def deliver(self, key: Key, token: int, now: float) -> Sequence:
         """The reserved sequence's KV is in place and `token`, its next, was sampled by the prefill worker."""
@@ -185,12 +232,14 @@ class DecodeScheduler:
         """Starts local prefill of what fits, in order; the first that does not fit holds back the rest."""
         while queue and self._core.free_slots:
             seq = queue[0]
-            if not self._core.reserve(
-                seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1
-            ):
+            if not self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
+                return
+            if not self._keeps_watermark(seq):
                 return
             queue.pop(0)
             self._core.place(seq)
+            if seq.preemptions == 0:
+                self.started.append(seq)
             seq.life.move(Phase.PREFILLING, now)
             insort(self._prefilling, seq, key=_by_order)
 
@@ -227,6 +276,7 @@ class DecodeScheduler:
 
     def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:
         """Ends a sequence in whatever phase it is and frees it (after its step, if one is out). Idempotent."""
+        self._passed_over.pop(key, None)
         seq = self._seqs.pop(key, None)
         if seq is None:
             return None

@@ -40,9 +40,8 @@ from common.messages import (
     Started,
     Stop,
 )
-from common.records import Outcome as EndOutcome
-from common.records import Records
-from common.request import Key, WorkerId, unpack_ids
+from common.records import Outcome as EndOutcome, Records
+from common.request import Key, Request, WorkerId, unpack_ids
 from decode_node.scheduler import DecodeScheduler, Outcome
 from transfer.receiver import Ready, TransferReceiver
 
@@ -68,6 +67,7 @@ class DecodeWorker:
         self._block_bytes = block_bytes
         self._max_waiting = max_waiting
         self._senders: dict[Key, WorkerId] = {}
+        self._moved_bytes: dict[Key, int] = {}
         self._pending: list[Effect] = []
         self.records = Records()
         self.draining = False
@@ -105,7 +105,7 @@ class DecodeWorker:
         if ended is not None or ledger.is_stale(key):
             self.records.late("Decode")
             return ended or Refused(*key, "a later attempt was dispatched")
-        refusal = self._cannot_ever(message.request.prompt_tokens + len(message.output_ids) // 4)
+        refusal = self._cannot_ever(message.request)
         if refusal is not None:
             return Refused(*key, refusal)
         if self._scheduler.num_local_waiting >= self._max_waiting:
@@ -115,17 +115,19 @@ class DecodeWorker:
         self._scheduler.add(message.request, message.attempt, message.output_ids, now)
         return Accepted(*key)
 
-    def _cannot_ever(self, num_tokens: int) -> str | None:
+    def _cannot_ever(self, request: Request) -> str | None:
+        """A sequence that outgrows the whole pool could only be preempted for ever, so its longest answer counts."""
         if self.draining:
             return "draining"
-        needed = self._core.blocks_for(num_tokens + 1)
+        if request.prompt_tokens == 0:
+            return "the prompt is empty"
+        needed = self._core.blocks_for(request.max_total_tokens)
         total = self._core.pool.total
         return f"needs {needed} blocks, this worker has {total}" if needed > total else None
 
     def _end_older_attempts(self, key: Key, now: float) -> None:
-        for other in self._scheduler.keys():
-            if other[0] == key[0] and other[1] < key[1]:
-                self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
+        for other in self._scheduler.older_attempts(key):
+            self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
 
     # ------------------------------------------------------------ transfers
 
@@ -141,7 +143,7 @@ class DecodeWorker:
             self.records.late("Offer")
             done = ended is not None and ended.outcome == "finished"
             return [ToSender(sender, Delivered(*key)) if done else self._refuse(key, sender, "ended here")]
-        refusal = self._cannot_ever(offer.num_tokens)
+        refusal = self._cannot_ever(offer.request)
         if offer.fingerprint != self._fingerprint:
             refusal = f"fingerprint {offer.fingerprint} differs from {self._fingerprint}"
         if refusal is not None:
@@ -180,6 +182,12 @@ class DecodeWorker:
     def _handed_over(self, message: Handover, sender: WorkerId, now: float) -> list[Effect]:
         key = message.key
         if key in self._receiver:
+            if not self._receiver.from_same_sender(key, sender):
+                return [self._refuse(key, sender, "taken already")]
+            if not self._scheduler.fits_reservation(key, unpack_ids(message.output_ids)):
+                return self._end(
+                    key, Phase.FAILED, "failed", "the hand-over is not of the request offered", now
+                )
             return self._receiver.handed_over(message, now)
         if self._scheduler.get(key) is not None:
             return [ToSender(sender, Delivered(*key))]
@@ -202,6 +210,7 @@ class DecodeWorker:
         outputs = unpack_ids(handover.output_ids)
         seq = self._scheduler.deliver(key, outputs[-1], now)
         seq.cached_tokens = max(seq.cached_tokens, handover.cached_tokens)
+        self._moved_bytes[key] = ready.blocks * self._block_bytes
         logprobs = None if handover.logprobs is None else (handover.logprobs,)
         self.records.say_token(seq, outputs[-1], logprobs, None)
         started = Started(*key, phase=str(seq.life.phase))
@@ -232,6 +241,10 @@ class DecodeWorker:
             self._pending += self._receiver.revoke(key, "out of blocks")
             counters.add("kv_transfer_failures_total", reason="revoked")
         scheduler.revoked.clear()
+        for seq in scheduler.started:
+            self.records.prefix_lookup(seq)
+            self._pending.append(ToCoordinator(Started(*seq.key, phase=str(seq.life.phase))))
+        scheduler.started.clear()
         return batch
 
     def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
@@ -249,9 +262,7 @@ class DecodeWorker:
         self.records.say_token(seq, outcome.token, outcome.logprobs, outcome.finish)
         if outcome.finish is None:
             return []
-        self.records.counters.observe(
-            "request_decode_time_seconds", seq.life.seconds_in(Phase.DECODING, now)
-        )
+        self.records.counters.observe("request_decode_time_seconds", seq.life.seconds_in(Phase.DECODING, now))
         return self._end(seq.key, Phase.FINISHED, "finished", outcome.finish, now)
 
     def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]:
@@ -295,9 +306,7 @@ class DecodeWorker:
     def live_keys(self) -> list[Key]:
         return self._scheduler.keys()
 
-    def _end_on_command(
-        self, message: AboutRequest, phase: Phase, reason: str, now: float
-    ) -> list[Effect]:
+    def _end_on_command(self, message: AboutRequest, phase: Phase, reason: str, now: float) -> list[Effect]:
         if message.key not in self._scheduler:
             return [self.records.ended_again(message.key)]
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
@@ -316,11 +325,14 @@ class DecodeWorker:
         """The one end of a request on this worker."""
         effects: list[Effect] = []
         sender = self._senders.pop(key, None)
+        moved = self._moved_bytes.pop(key, 0)
         if self._receiver.drop(key) and sender is not None:
             effects.append(ToSender(sender, Cancel(*key, reason or outcome)))
         seq = self._scheduler.end(key, phase, now)
         if seq is None:
             return effects
         blocks = self._core.blocks_for(len(seq.tokens))
-        effects.append(self.records.end(seq, outcome, now, reason=reason, blocks=blocks, retryable=retryable))
-        return effects
+        ended = self.records.end(
+            seq, outcome, now, reason=reason, blocks=blocks, transferred_bytes=moved, retryable=retryable
+        )
+        return [*effects, ended]

@@ -2,9 +2,9 @@
 
 Rules: a prompt's blocks are reserved whole before its first chunk (so no prompt can hang half-way for lack of
 blocks); order is class, then arrival; chunks are packed in that order until the step's token budget is spent; a
-prompt that does not fit the free blocks lets smaller ones behind it pass, until it has waited `MAX_PASSES`
-admissions: from then on nobody overtakes it. Computed prompts are held, with their blocks, until the transfer
-says that they were delivered or are not wanted any more.
+prompt that does not fit the free blocks lets smaller ones behind it pass, until `MAX_PASSES` have: from then on
+nobody overtakes it. Computed prompts keep their blocks, but no slot, until the transfer says that they were
+delivered or are not wanted any more.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class PrefillScheduler:
     def keys(self) -> list[Key]:
         return list(self._seqs)
 
+    def older_attempts(self, key: Key) -> list[Key]:
+        """Keys of the same request with a lower attempt."""
+        return [other for other in self._seqs if other[0] == key[0] and other[1] < key[1]]
+
     def sequences(self) -> list[Sequence]:
         return list(self._seqs.values())
 
@@ -83,18 +87,23 @@ class PrefillScheduler:
 
     def _admit(self, now: float) -> None:
         """Moves waiting prompts whose blocks fit into the running set, up to the slots."""
+        passed: list[Key] = []
         for seq in list(self._waiting):
             if self._core.free_slots == 0:
                 return
-            if self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
-                self._waiting.remove(seq)
-                self._passes.pop(seq.key, None)
-                self._core.place(seq)
-                seq.life.move(Phase.PREFILLING, now)
-                insort(self._prefilling, seq, key=lambda s: s.order)
+            if not self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
+                if self._passes.get(seq.key, 0) >= MAX_PASSES:
+                    return
+                passed.append(seq.key)
                 continue
-            passes = self._passes[seq.key] = self._passes.get(seq.key, 0) + 1
-            if passes > MAX_PASSES:
+            self._waiting.remove(seq)
+            self._passes.pop(seq.key, None)
+            self._core.place(seq)
+            seq.life.move(Phase.PREFILLING, now)
+            insort(self._prefilling, seq, key=lambda s: s.order)
+            for key in passed:
+                self._passes[key] = self._passes.get(key, 0) + 1
+            if any(self._passes[key] >= MAX_PASSES for key in passed):
                 return
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
@@ -114,6 +123,7 @@ class PrefillScheduler:
         seq.tokens.append(token)
         seq.life.move(Phase.KV_READY, now)
         self._prefilling.remove(seq)
+        self._core.leave_slot(seq)
         return Outcome(seq, token, result.logprobs, finish_reason(seq, token))
 
     def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:

@@ -34,13 +34,14 @@ from common.messages import (
     Prefill,
     Rebind,
     Refused,
+    Started,
     Stop,
 )
 from common.prefix import join_hashes
-from common.records import Records
+from common.records import Outcome as EndOutcome, Records
 from common.request import Key, WorkerId, pack_ids
 from prefill_node.scheduler import Outcome, PrefillScheduler
-from transfer.sender import Sent, SenderEvent, SendFailed, TransferSender
+from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
 
 _QUEUE_FULL_RETRY_S = 0.1
 
@@ -61,7 +62,6 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(core)
         self._sender = sender
         self._fingerprint = fingerprint
-        self._block_bytes = block_bytes
         self._max_waiting = max_waiting
         self._targets: dict[Key, PeerAddress] = {}
         self._pending: list[Effect] = []
@@ -94,16 +94,14 @@ class PrefillWorker:
     def _prefill(self, message: Prefill, now: float) -> Message:
         key, ledger = message.key, self.records.ledger
         if self._scheduler.get(key) is not None:
-            return Accepted(*key)
+            return Accepted(*key, self._targets.get(key))
         ended = ledger.how_ended(key)
         if ended is not None or ledger.is_stale(key):
             self.records.late("Prefill")
             return ended or Refused(*key, "a later attempt was dispatched")
-        needed = self._core.blocks_for(message.request.prompt_tokens + len(message.output_ids) // 4)
-        if needed > self._core.pool.total:
-            return Refused(*key, f"needs {needed} blocks, this worker has {self._core.pool.total}")
-        if self.draining:
-            return Refused(*key, "draining")
+        refusal = self._cannot_ever(message)
+        if refusal is not None:
+            return Refused(*key, refusal)
         if self._scheduler.num_waiting >= self._max_waiting:
             return Later(*key, _QUEUE_FULL_RETRY_S)
         self._end_older_attempts(key, now)
@@ -111,29 +109,38 @@ class PrefillWorker:
         self._scheduler.add(message.request, message.attempt, message.output_ids, now)
         if message.target is not None:
             self._targets[key] = message.target
-        return Accepted(*key)
+        return Accepted(*key, message.target)
+
+    def _cannot_ever(self, message: Prefill) -> str | None:
+        if self.draining:
+            return "draining"
+        if message.request.prompt_tokens == 0:
+            return "the prompt is empty"
+        needed = self._core.blocks_for(message.request.prompt_tokens + len(message.output_ids) // 4)
+        total = self._core.pool.total
+        return f"needs {needed} blocks, this worker has {total}" if needed > total else None
 
     def _end_older_attempts(self, key: Key, now: float) -> None:
-        for other in self._scheduler.keys():
-            if other[0] == key[0] and other[1] < key[1]:
-                self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
+        for other in self._scheduler.older_attempts(key):
+            self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
 
     def _rebind(self, message: Rebind, now: float) -> list[Effect]:
-        if message.key not in self._targets:
-            return [self.records.ended_again(message.key)]
-        self._targets[message.key] = message.target
-        return [*self._sender.rebind(message.key, message.target, now), ToCoordinator(Accepted(*message.key))]
-
-    def _end_on_command(
-        self, message: Stop | Abort, phase: Phase, reason: str, now: float
-    ) -> list[Effect]:
         if self._scheduler.get(message.key) is None:
             return [self.records.ended_again(message.key)]
-        outcome = "finished" if phase is Phase.FINISHED else "aborted"
+        if message.key not in self._targets:  # its one token ends the answer: nobody takes it over
+            return [ToCoordinator(Accepted(*message.key, message.target))]
+        self._targets[message.key] = message.target
+        said = self._sender.rebind(message.key, message.target, now)
+        return [*said, ToCoordinator(Accepted(*message.key, message.target))]
+
+    def _end_on_command(self, message: Stop | Abort, phase: Phase, reason: str, now: float) -> list[Effect]:
+        if self._scheduler.get(message.key) is None:
+            return [self.records.ended_again(message.key)]
+        outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)
 
     def _from_receiver(self, message: AboutRequest, sender: WorkerId, now: float) -> list[Effect]:
-        if message.key not in self._sender:
+        if not self._sender.is_about(message, sender):
             self.records.late(type(message).__name__)
         effects, events = self._sender.receive(message, sender, now)
         return effects + self._transfer_events(events, now)
@@ -160,12 +167,18 @@ class PrefillWorker:
     def schedule(self, now: float) -> Batch | None:
         batch = self._scheduler.schedule(now)
         for seq in batch.rows if batch is not None else ():
-            if seq.key in self._targets and seq.key not in self._sender:
-                self._open_transfer(seq, now)
+            if seq.num_computed == seq.cached_tokens:
+                self._begin(seq, now)
         return batch
 
-    def _open_transfer(self, seq: Sequence, now: float) -> None:
+    def _begin(self, seq: Sequence, now: float) -> None:
+        """The first chunk is about to run."""
         self.records.prefix_lookup(seq)
+        self._pending.append(ToCoordinator(Started(*seq.key, phase=str(seq.life.phase))))
+        if seq.key in self._targets:
+            self._open_transfer(seq, now)
+
+    def _open_transfer(self, seq: Sequence, now: float) -> None:
         if seq.max_outputs - seq.num_outputs <= 1:
             del self._targets[seq.key]  # this worker's token is the last one
             return
@@ -251,7 +264,7 @@ class PrefillWorker:
         self,
         key: Key,
         phase: Phase,
-        outcome: str,
+        outcome: EndOutcome,
         reason: str,
         now: float,
         *,
@@ -264,14 +277,6 @@ class PrefillWorker:
         seq = self._scheduler.end(key, phase, now)
         if seq is None:
             return effects
-        sent = blocks * self._block_bytes
-        ended = self.records.end(
-            seq,
-            outcome,  # type: ignore[arg-type]
-            now,
-            reason=reason,
-            blocks=blocks,
-            transferred_bytes=sent,
-            retryable=retryable,
-        )
+        # Bytes moved are counted by the receiver, which verifies them.
+        ended = self.records.end(seq, outcome, now, reason=reason, blocks=blocks, retryable=retryable)
         return [*effects, ended]

@@ -19,6 +19,8 @@ from common.lifecycle import TransferLife, TransferPhase
 from common.messages import Accept, Block, Credit, Handover, Nack, Revoke
 from common.request import Key, WorkerId
 
+_NEVER = float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -26,6 +28,7 @@ class Ready:
 
     key: Key
     handover: Handover
+    blocks: int  # verified frames that came for it
 
 
 @dataclass(slots=True)
@@ -50,6 +53,8 @@ class TransferReceiver:
         self._retry_s = retry_s
         self._timeout_s = timeout_s
         self._incoming: dict[Key, _Incoming] = {}
+        self._whole: dict[Key, None] = {}  # handed over and nothing missing, not yet taken by `ready`
+        self._look_at = _NEVER  # no deadline of any transfer lies before this
         self._credits: dict[tuple[Key, WorkerId], list[int]] = {}
 
     def __len__(self) -> int:
@@ -57,13 +62,6 @@ class TransferReceiver:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._incoming
-
-    def keys(self) -> list[Key]:
-        return list(self._incoming)
-
-    def newest(self) -> Key | None:
-        """The transfer accepted last: the first to be revoked."""
-        return next(reversed(self._incoming), None)
 
     def accept(
         self, key: Key, sender: WorkerId, blocks: list[int], hits: int, num_blocks: int, now: float
@@ -75,6 +73,7 @@ class TransferReceiver:
         self._incoming[key] = _Incoming(
             key, sender, blocks, wanted, set(wanted), progress=now, ask_at=now + self._retry_s
         )
+        self._look_by(now + self._timeout_s)
         return self.answer_again(key)
 
     def answer_again(self, key: Key) -> list[Effect]:
@@ -98,11 +97,13 @@ class TransferReceiver:
         if not good or header.part != 0:
             return None
         incoming.missing.discard(header.index)
+        self._note_if_whole(incoming)
         return incoming.blocks[header.index]
 
     def nack(self, header: Block, sender: WorkerId, reason: str) -> list[Effect]:
         """Asks for a frame again that was not good."""
-        if header.key not in self._incoming:
+        incoming = self._incoming.get(header.key)
+        if incoming is None or incoming.sender != sender or header.index not in incoming.missing:
             return []
         return [ToSender(sender, Nack(*header.key, (header.index,), reason))]
 
@@ -110,24 +111,34 @@ class TransferReceiver:
         """The sender says it has sent all. Missing blocks may still be on their way (another socket): they are
         asked for once nothing came for `retry_s`."""
         incoming = self._incoming[message.key]
-        incoming.handover = message
-        incoming.ask_at = now + self._retry_s
+        if incoming.handover is None:  # a repetition must not put off the asking
+            incoming.handover = message
+            incoming.ask_at = now + self._retry_s
+            self._look_by(incoming.ask_at)
+            self._note_if_whole(incoming)
         return []
+
+    def _note_if_whole(self, incoming: _Incoming) -> None:
+        if incoming.handover is not None and not incoming.missing:
+            self._whole[incoming.key] = None
 
     def ready(self) -> list[Ready]:
         """Transfers that have become whole; they leave this table."""
-        whole = [i for i in self._incoming.values() if i.handover is not None and not i.missing]
+        if not self._whole:
+            return []
         events = []
-        for incoming in whole:
+        for key in self._whole:
+            incoming = self._incoming.pop(key)
             assert incoming.handover is not None
             incoming.life.move(TransferPhase.DELIVERED)
-            del self._incoming[incoming.key]
-            events.append(Ready(incoming.key, incoming.handover))
+            events.append(Ready(key, incoming.handover, len(incoming.wanted)))
+        self._whole = {}
         return events
 
     def drop(self, key: Key) -> bool:
         """Forgets a transfer (cancelled, or its request ended). The caller frees the blocks."""
         incoming = self._incoming.pop(key, None)
+        self._whole.pop(key, None)
         if incoming is None:
             return False
         incoming.life.move(TransferPhase.CANCELLED)
@@ -136,11 +147,14 @@ class TransferReceiver:
     def revoke(self, key: Key, reason: str) -> list[Effect]:
         """Gives the reservation up; the sender still has every block and may offer again."""
         incoming = self._incoming.pop(key)
+        self._whole.pop(key, None)
         incoming.life.move(TransferPhase.REVOKED)
         return [ToSender(incoming.sender, Revoke(*key, reason))]
 
     def flush(self) -> list[Effect]:
         """One Credit per transfer for the frames consumed since the last call."""
+        if not self._credits:
+            return []
         credits, self._credits = self._credits, {}
         return [ToSender(sender, Credit(*key, tuple(indices))) for (key, sender), indices in credits.items()]
 
@@ -148,18 +162,25 @@ class TransferReceiver:
         """Asks for lost frames; returns the transfers given up (already told to the sender)."""
         effects: list[Effect] = []
         lost: list[Key] = []
+        if now < self._look_at:
+            return effects, lost
         for incoming in list(self._incoming.values()):
             if now - incoming.progress >= self._timeout_s:
                 effects += self.revoke(incoming.key, f"no frame for {self._timeout_s:g} s")
                 lost.append(incoming.key)
             elif now >= incoming.ask_at and incoming.handover is not None:
                 incoming.ask_at = now + self._retry_s
-                if now - incoming.progress >= self._retry_s:
+                if incoming.missing and now - incoming.progress >= self._retry_s:
                     missing = tuple(sorted(incoming.missing))
                     effects.append(ToSender(incoming.sender, Nack(*incoming.key, missing, "did not arrive")))
+        times = [i.progress + self._timeout_s for i in self._incoming.values()]
+        times += [i.ask_at for i in self._incoming.values() if i.handover is not None]
+        self._look_at = min(times, default=_NEVER)
         return effects, lost
 
     def next_deadline(self) -> float | None:
-        times = [i.progress + self._timeout_s for i in self._incoming.values()]
-        times += [i.ask_at for i in self._incoming.values() if i.handover is not None]
-        return min(times, default=None)
+        return None if self._look_at == _NEVER else self._look_at
+
+    def _look_by(self, time: float) -> None:
+        """`expire` walks all transfers; deadlines mostly move away, so it is asked to only when one may have come."""
+        self._look_at = min(self._look_at, time)

@@ -7,8 +7,11 @@
     Refused, Cancel from the peer, too many Nacks, no progress for `timeout_s` ─▶ FAILED
 
 Any message may be lost, doubled, late or out of order. What the peer must know is said again until answered:
-the offer, the hand-over, a cancellation. Bytes in flight are counted per peer as a set of frames, cleared by
-Credit, Nack, Delivered and the end of a transfer, so a lost Credit cannot shrink the window for ever.
+the offer, the hand-over, a cancellation. A peer that answers an offer we no longer stand by (a late or doubled
+copy of it) is told to forget at once, else its blocks would wait there for its own limit. Bytes in flight are
+counted per peer as a set of frames, cleared by Credit, Nack, Delivered and the end of a transfer; when a transfer
+has had no answer for two `retry_s` its frames in flight are taken as lost, so a lost Credit cannot shrink the
+window for ever. "Later" counts as progress for `patience_s` in all: no wait is without a limit.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from common.request import Key, WorkerId
 
 MAX_NACKS = 2
 CANCEL_TRIES = 3
+MAX_PEERS = 4096
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,11 @@ class _Outgoing:
     target: PeerAddress
     blocks: list[int]  # the sequence's pool blocks, by index
     opened: float
-    progress: float  # last time the peer moved this on
+    bound: float  # since when it asks this peer for room
+    progress: float  # last time it moved on, here or there
+    answered: float  # last time the peer said something about it
     ask_at: float  # when to repeat the offer or the hand-over
+    window_frames: int  # what the peer takes in flight, at most ours
     life: TransferLife = field(default_factory=TransferLife)
     computed: int = 0  # leading blocks whose KV is complete
     to_send: deque[int] = field(default_factory=deque)
@@ -97,13 +105,17 @@ class TransferSender:
         window_bytes: int = 8 << 20,
         retry_s: float = 1.0,
         timeout_s: float = 30.0,
+        patience_s: float = 120.0,
     ) -> None:
         self._block_bytes = block_bytes
         self._window_frames = max(1, window_bytes // block_bytes)
         self._retry_s = retry_s
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._look_at = _NEVER  # no deadline of any transfer lies before this
         self._outgoing: dict[Key, _Outgoing] = {}
         self._cancelling: dict[tuple[Key, WorkerId], _Cancelling] = {}
+        self._addresses: dict[WorkerId, PeerAddress] = {}  # of the peers last spoken to
         self._in_flight: dict[WorkerId, dict[tuple[Key, int], None]] = {}
 
     def __len__(self) -> int:
@@ -111,6 +123,18 @@ class TransferSender:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._outgoing
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way, in flight, or waiting for its answer."""
+        return not (self._outgoing or self._cancelling or self._in_flight)
+
+    def is_about(self, message: AboutRequest, sender: WorkerId) -> bool:
+        """Whether something here still waits for such a word from `sender`."""
+        if isinstance(message, Cancelled):
+            return (message.key, sender) in self._cancelling
+        out = self._outgoing.get(message.key)
+        return out is not None and out.target.worker == sender
 
     @property
     def bytes_in_flight(self) -> int:
@@ -121,8 +145,20 @@ class TransferSender:
     def open(self, offer: Offer, target: PeerAddress, blocks: list[int], now: float) -> list[Effect]:
         """Starts a transfer; `blocks` are the pool blocks, all reserved, none computed yet."""
         assert offer.key not in self._outgoing
-        out = _Outgoing(offer, target, blocks, opened=now, progress=now, ask_at=now + self._retry_s)
+        out = _Outgoing(
+            offer,
+            target,
+            blocks,
+            opened=now,
+            bound=now,
+            progress=now,
+            answered=now,
+            ask_at=now + self._retry_s,
+            window_frames=self._window_frames,
+        )
         self._outgoing[offer.key] = out
+        self._look_by(out.ask_at)
+        self._know(target)
         return [ToReceiver(target, offer)]
 
     def blocks_computed(self, key: Key, count: int, now: float) -> None:
@@ -152,7 +188,8 @@ class TransferSender:
         if out.life.phase is not TransferPhase.REVOKED:
             out.life.move(TransferPhase.REVOKED)
         out.target = target
-        out.progress = now
+        self._know(target)
+        out.bound = out.progress = now
         self._cancelling.pop((key, target.worker), None)
         return effects + self._offer_again(out, now)
 
@@ -176,13 +213,15 @@ class TransferSender:
             return [], []
         out = self._outgoing.get(message.key)
         if out is None or out.target.worker != sender:
-            return [], []
+            return self._not_ours(message, sender), []
+        out.answered = now
         match message:
             case Accept():
                 return self._accepted(out, message, now), []
             case Later():
-                out.progress = now
-                out.ask_at = now + message.retry_after_s
+                if now - out.bound < self._patience_s:
+                    out.progress = now
+                self._ask_by(out, now + min(message.retry_after_s, self._timeout_s))
                 return [], []
             case Credit():
                 return self._credited(out, message, now), []
@@ -197,12 +236,27 @@ class TransferSender:
                 return self._fail(out, f"refused by {sender}: {message.reason}", now)
         return [], []
 
+    def _know(self, target: PeerAddress) -> None:
+        self._addresses.pop(target.worker, None)
+        self._addresses[target.worker] = target
+        if len(self._addresses) > MAX_PEERS:
+            del self._addresses[next(iter(self._addresses))]
+
+    def _not_ours(self, message: AboutRequest, sender: WorkerId) -> list[Effect]:
+        """The peer holds blocks for a transfer that has ended, or that went to another worker."""
+        address = self._addresses.get(sender)
+        if address is None or not isinstance(message, (Accept, Nack)):
+            return []
+        return [ToReceiver(address, Cancel(*message.key, "not offered any more"))]
+
     def _accepted(self, out: _Outgoing, message: Accept, now: float) -> list[Effect]:
         if out.life.phase is not TransferPhase.OFFERED:
             return []  # an answer to a repeated offer
         out.life.move(TransferPhase.ACCEPTED)
         out.progress = now
-        out.to_send = deque(index for index in message.wanted if index < len(out.blocks))
+        self._ask_by(out, now + self._retry_s)
+        out.window_frames = max(1, min(self._window_frames, message.credit_bytes // self._block_bytes))
+        out.to_send = deque(sorted({index for index in message.wanted if index < len(out.blocks)}))
         return self._hand_over_if_sent(out, now)
 
     def _credited(self, out: _Outgoing, message: Credit, now: float) -> list[Effect]:
@@ -210,21 +264,25 @@ class TransferSender:
         flight = self._in_flight.get(out.target.worker, {})
         for index in message.indices:
             flight.pop((out.key, index), None)
+        self._drop_if_empty(out.target.worker)
         return []
 
     def _nacked(self, out: _Outgoing, message: Nack, now: float) -> tuple[list[Effect], list[SenderEvent]]:
         if out.life.phase not in (TransferPhase.ACCEPTED, TransferPhase.SENDING):
             return [], []
         flight = self._in_flight.get(out.target.worker, {})
+        again = set(out.to_send)
         for index in message.indices:
             flight.pop((out.key, index), None)
+            if index in again or index >= len(out.blocks):
+                continue
             out.nacks[index] = out.nacks.get(index, 0) + 1
             if out.nacks[index] > MAX_NACKS:
                 return self._fail(out, f"block {index} did not arrive: {message.reason}", now)
-            if index < len(out.blocks) and index not in out.to_send:
-                out.to_send.append(index)
-        out.to_send = deque(sorted(out.to_send))
-        out.ask_at = now + self._retry_s
+            again.add(index)
+        self._drop_if_empty(out.target.worker)
+        out.to_send = deque(sorted(again))
+        self._ask_by(out, now + self._retry_s)
         return [], []
 
     def _delivered(self, out: _Outgoing, now: float) -> SenderEvent:
@@ -239,8 +297,9 @@ class TransferSender:
         if out.life.phase is not TransferPhase.REVOKED:
             out.life.move(TransferPhase.REVOKED)
             self._clear_flight(out)
-            out.ask_at = now + self._retry_s
-            out.progress = now
+            out.to_send.clear()
+            self._ask_by(out, now + self._retry_s)
+            out.bound = out.progress = now
 
     # ------------------------------------------------------------ on every turn of the loop
 
@@ -254,7 +313,7 @@ class TransferSender:
                 if not out.sendable:
                     continue
                 flight = self._in_flight.setdefault(out.target.worker, {})
-                if len(flight) >= self._window_frames:
+                if len(flight) >= out.window_frames:
                     continue
                 effects.append(self._send_next(out, flight))
                 effects += self._hand_over_if_sent(out, now)
@@ -265,6 +324,8 @@ class TransferSender:
         """Says again what is unanswered, gives up on what does not move."""
         effects: list[Effect] = []
         events: list[SenderEvent] = []
+        if now < self._look_at:
+            return effects, events
         for out in list(self._outgoing.values()):
             if now - out.progress >= self._timeout_s:
                 said, failed = self._fail(out, f"no progress for {self._timeout_s:g} s", now)
@@ -275,12 +336,21 @@ class TransferSender:
         for cancelling in list(self._cancelling.values()):
             if now >= cancelling.ask_at:
                 effects += self._cancel_again(cancelling, now)
+        times = [min(out.ask_at, out.progress + self._timeout_s) for out in self._outgoing.values()]
+        times += [cancelling.ask_at for cancelling in self._cancelling.values()]
+        self._look_at = min(times, default=_NEVER)
         return effects, events
 
     def next_deadline(self) -> float | None:
-        times = [min(out.ask_at, out.progress + self._timeout_s) for out in self._outgoing.values()]
-        times += [cancelling.ask_at for cancelling in self._cancelling.values()]
-        return min(times, default=None)
+        return None if self._look_at == _NEVER else self._look_at
+
+    def _ask_by(self, out: _Outgoing, time: float) -> None:
+        out.ask_at = time
+        self._look_by(time)
+
+    def _look_by(self, time: float) -> None:
+        """`expire` walks all transfers; deadlines mostly move away, so it is asked to only when one may have come."""
+        self._look_at = min(self._look_at, time)
 
     # ------------------------------------------------------------ inside
 
@@ -296,14 +366,14 @@ class TransferSender:
         accepted = out.life.phase in (TransferPhase.ACCEPTED, TransferPhase.SENDING)
         if out.handover is None or out.to_send or not accepted:
             return []
-        out.ask_at = now + self._retry_s
+        self._ask_by(out, now + self._retry_s)
         return [ToReceiver(out.target, out.handover)]
 
     def _ask_again(self, out: _Outgoing, now: float) -> list[Effect]:
-        out.ask_at = now + self._retry_s
+        self._ask_by(out, now + self._retry_s)
         if out.life.phase is TransferPhase.REVOKED or out.life.phase is TransferPhase.OFFERED:
             return self._offer_again(out, now)
-        if now - out.progress >= 2 * self._retry_s:
+        if now - out.answered >= 2 * self._retry_s:
             self._send_lost_frames_again(out)
         return self._hand_over_if_sent(out, now)
 
@@ -320,7 +390,7 @@ class TransferSender:
         out.to_send.clear()
         out.nacks.clear()
         self._clear_flight(out)
-        out.ask_at = now + self._retry_s
+        self._ask_by(out, now + self._retry_s)
         return [ToReceiver(out.target, out.offer)]
 
     def _fail(self, out: _Outgoing, reason: str, now: float) -> tuple[list[Effect], list[SenderEvent]]:
@@ -331,7 +401,9 @@ class TransferSender:
     def _say_cancel(self, out: _Outgoing, reason: str, now: float) -> list[Effect]:
         self._clear_flight(out)
         message = Cancel(*out.key, reason)
-        self._cancelling[(out.key, out.target.worker)] = _Cancelling(out.target, message, now + self._retry_s, tries=1)
+        ask_at = now + self._retry_s
+        self._cancelling[(out.key, out.target.worker)] = _Cancelling(out.target, message, ask_at, tries=1)
+        self._look_by(ask_at)
         return [ToReceiver(out.target, message)]
 
     def _cancel_again(self, cancelling: _Cancelling, now: float) -> list[Effect]:
@@ -353,5 +425,8 @@ class TransferSender:
             return
         for frame in [frame for frame in flight if frame[0] == out.key]:
             del flight[frame]
-        if not flight:
-            del self._in_flight[out.target.worker]
+        self._drop_if_empty(out.target.worker)
+
+    def _drop_if_empty(self, worker: WorkerId) -> None:
+        if not self._in_flight.get(worker, True):
+            del self._in_flight[worker]
