@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +63,7 @@ class Tokenizer:
         source = find_template(model_dir, settings)
         self._template = None if source is None else ChatTemplate(source, special_tokens)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-        self._large_texts = 0
+        self._places = threading.Semaphore(MAX_LARGE_TEXTS)
 
     def _table(self, spec: dict[str, Any], tokens: dict[int, str]) -> list[bytes]:
         try:
@@ -142,20 +143,16 @@ class Tokenizer:
         """Large texts in a thread (the library frees the GIL), so that streams and health checks go on."""
         if chars <= LARGE_TEXT_CHARS:
             return encode()
-        if self._large_texts >= MAX_LARGE_TEXTS:
+        if not self._places.acquire(blocking=False):
             raise NotAdmitted(
-                f"{MAX_LARGE_TEXTS} large prompts are already being tokenized.",
+                "Too many large prompts are already being tokenized.",
                 retry_after_s=1.0,
                 code="tokenizer_busy",
             )
-        self._large_texts += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, encode)
-        # Counted down when the work ends, not when its client leaves.
-        work.add_done_callback(self._large_text_done)
-        return await work
-
-    def _large_text_done(self, _: asyncio.Future[list[int]]) -> None:
-        self._large_texts -= 1
+        work = self._threads.submit(encode)
+        # Given back when the thread is done, which is later than the client's leaving.
+        work.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
-from common.errors import BadRequest, ModelCannotBeLoaded
-from coordinator import tokenizer as module
+from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
 from coordinator.tokenizer import Tokenizer
 
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -125,7 +125,7 @@ def test_large_texts_leave_the_loop_free(tokenizer: Tokenizer) -> None:
 
 
 def test_large_texts_at_once_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LARGE_TEXTS", 2)
+    monkeypatch.setattr(tokenizer, "_places", threading.Semaphore(2))
     text = "word " * 20_000
 
     async def three() -> list[Any]:
@@ -135,6 +135,19 @@ def test_large_texts_at_once_are_bounded(tokenizer: Tokenizer, monkeypatch: pyte
 
     results = asyncio.run(three())
     assert [type(result).__name__ for result in results] == ["list", "list", "NotAdmitted"]
+
+    async def left_alone() -> None:
+        works = [asyncio.ensure_future(tokenizer.encode(text * 5, 10**7)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        for work in works:
+            work.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(NotAdmitted):  # the threads are still at it
+            await tokenizer.encode(text, 10**6)
+
+    asyncio.run(left_alone())
+    tokenizer._places.acquire(timeout=10)
+    tokenizer._places.release()
     assert isinstance(asyncio.run(tokenizer.encode(text, 10**6)), list)
 
 
