@@ -1,19 +1,19 @@
 """A whole cluster in virtual time: the production objects, driven by an event heap instead of sockets. Pure.
 
 Schedulers, workers, transfer, front and coordinator are the very objects that serve; only bytes, clocks and the
-model are replaced: a block's content is the list of token ids whose KV it would hold, the next token is a function
-of the tokens before it, and a step takes the time that `StepTime` says. So a wrong block table, a late write or a
-lost block shows as a wrong content, and a run is a function of its seed.
+model are replaced (see virtual_model.py), and a step takes the time that `StepTime` says. A run is a function of
+its seed: the same seed gives the same tokens at the same times.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from common.batching import Batch, BatchingCore
+from bench.virtual_model import Row as Row, VirtualModel
+from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender, ToWorker
 from common.messages import (
@@ -51,13 +51,7 @@ from transfer.receiver import TransferReceiver
 from transfer.sender import TransferSender
 
 FRONT = FrontId("front")
-VOCABULARY = 50_000
 HEARTBEAT_S = 0.5
-
-
-def next_token(tokens: list[int]) -> int:
-    """The virtual model."""
-    return (tokens[-1] * 31 + len(tokens) * 7 + 1) % VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +85,6 @@ class Shape:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 256
     prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-NO_TOKEN = Row(())
 
 
 @dataclass(slots=True)
@@ -138,14 +123,18 @@ class VirtualWorker:
             prefix_caching=shape.prefix_caching,
             fingerprint="virtual",
         )
-        self.content: list[list[int]] = [[] for _ in range(shape.num_blocks)]
+        self.model = VirtualModel(
+            num_blocks=shape.num_blocks, block_size=shape.block_size, max_num_seqs=shape.max_num_seqs
+        )
         self.node: PrefillWorker | DecodeWorker
         if self.role == "prefill":
-            sender = TransferSender(block_bytes=1000, window_bytes=8000)
-            self.node = PrefillWorker(self.core, sender, fingerprint="virtual", block_bytes=1000)
+            self.transfers: TransferSender | TransferReceiver = TransferSender(
+                block_bytes=1000, window_bytes=8000
+            )
+            self.node = PrefillWorker(self.core, self.transfers, fingerprint="virtual", block_bytes=1000)
         else:
-            receiver = TransferReceiver(block_bytes=1000)
-            self.node = DecodeWorker(self.core, receiver, fingerprint="virtual", block_bytes=1000)
+            self.transfers = TransferReceiver(block_bytes=1000)
+            self.node = DecodeWorker(self.core, self.transfers, fingerprint="virtual", block_bytes=1000)
         self.busy = False
         self.registered = False
         self.alive = True
@@ -179,37 +168,17 @@ class VirtualWorker:
             versions={},
         )
 
-    def compute(self, batch: Batch) -> list[Row]:
-        """The virtual model's step: writes the rows' tokens into their blocks, checks all they attend to."""
-        block_size = self.shape.block_size
-        results = []
-        for seq, start, count, samples in zip(
-            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
-        ):
-            for position in range(start, start + count):
-                block = self.content[seq.blocks[position // block_size]]
-                del block[position % block_size :]
-                block.append(seq.tokens[position])
-            if seq.num_outputs % 16 == 0 or count > 1:
-                self.check_content(seq.blocks, seq.tokens[: start + count])
-            results.append(Row((next_token(seq.tokens),)) if samples else NO_TOKEN)
-        return results
+    def compute(self, batch: Batch) -> Sequence[RowResult]:
+        """One step of this worker's model."""
+        return self.model.run(batch)
 
     def read_block(self, block: int) -> object:
         """A copy of what the block holds: what goes on the wire."""
-        return list(self.content[block])
+        return list(self.model.content[block])
 
     def write_block(self, block: int, content: object) -> None:
         assert isinstance(content, list)
-        self.content[block] = list(content)
-
-    def check_content(self, blocks: list[int], tokens: list[int]) -> None:
-        """Every token's KV is where the block table says."""
-        block_size = self.shape.block_size
-        for index in range(-(-len(tokens) // block_size)):
-            expected = tokens[index * block_size : (index + 1) * block_size]
-            found = self.content[blocks[index]][: len(expected)]
-            assert found == expected, f"{self.name}: block {blocks[index]} holds {found}, not {expected}"
+        self.model.content[block] = list(content)
 
 
 class VirtualCluster:
@@ -230,13 +199,9 @@ class VirtualCluster:
         self.random = Random(seed)
         self.answers: dict[RequestId, Answer] = {}
         self.front = Front()
-        self.cluster = Cluster(
-            Registry(
-                tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S
-            ),
-            WaitingQueue(max_requests=max_queue, max_tokens=1 << 40),
-            first_attempt=first_attempt_of_epoch(1),
-        )
+        self._max_queue = max_queue
+        self._epoch = 0
+        self.cluster = self._new_coordinator()
         shapes = {"prefill": prefill_shape or Shape(), "decode": decode_shape or Shape()}
         names: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(num_prefill)]
         names += [(f"decode-{i}", "decode") for i in range(num_decode)]
@@ -253,6 +218,16 @@ class VirtualCluster:
     def make_worker(self, name: str, role: Role, shape: Shape, step_time: StepTime) -> VirtualWorker:
         """To be overridden by a cluster whose workers compute something else."""
         return VirtualWorker(name, role, shape, step_time)
+
+    def _new_coordinator(self) -> Cluster:
+        self._epoch += 1
+        return Cluster(
+            Registry(
+                tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S
+            ),
+            WaitingQueue(max_requests=self._max_queue, max_tokens=1 << 40),
+            first_attempt=first_attempt_of_epoch(self._epoch),
+        )
 
     # ------------------------------------------------------------ what a user of this does
 
@@ -277,6 +252,25 @@ class VirtualCluster:
         worker = self.workers[WorkerId(name)]
         worker.start()
         self._boot(worker)
+
+    def restart_coordinator(self) -> None:
+        """Coordinator and front are one process: its requests are gone, the workers are not told."""
+        for request_id, answer in self.answers.items():
+            if answer.end is None:
+                answer.end = "coordinator lost"
+                self.front.close(request_id)
+        self.cluster = self._new_coordinator()
+
+    def check_idle(self) -> None:
+        """Asserts that nothing is left of anything anywhere."""
+        assert self.cluster.settled and len(self.front) == 0, "the coordinator holds something"
+        for worker in self.workers.values():
+            if worker.alive:
+                worker.pool.check()
+                assert worker.node.idle, f"{worker.name} is busy with {worker.node.live_keys()}"
+                assert worker.pool.held == 0, f"{worker.name} holds {worker.pool.held} blocks"
+                assert worker.core.free_slots == worker.shape.max_num_seqs, f"{worker.name} lacks slots"
+                assert worker.transfers.settled, f"{worker.name} has a transfer open"
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         self._count += 1
@@ -339,7 +333,8 @@ class VirtualCluster:
             answer = self.answers[delta.id]
             assert answer.end is None, "a token after the end"
             answer.ids += delta.ids
-            answer.logprobs += delta.logprobs or ()
+            if delta.logprobs is not None:
+                answer.logprobs += delta.logprobs
             answer.stamps.append(self.now)
             answer.end = delta.finish
         for message in heard:

@@ -35,6 +35,7 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "chain",
+        "end_token_ids",
         "in_batch",
         "key",
         "life",
@@ -62,6 +63,7 @@ class Sequence:
         self.tokens += unpack_ids(output_ids)
         self.start_len = len(self.tokens)
         self.max_outputs = request.sampling.max_tokens
+        self.end_token_ids = request.sampling.end_token_ids
         self.num_computed = 0
         self.cached_tokens = 0
         self.blocks: list[int] = []
@@ -294,13 +296,13 @@ class BatchingCore:
     def computed(self, seq: Sequence, count: int) -> None:
         """A row of `count` tokens is back."""
         seq.in_batch = False
-        seq.num_computed += count
-        if seq.num_computed // self.block_size > seq.published:
+        seq.num_computed = computed = seq.num_computed + count
+        if count > 1 or computed % self.block_size == 0:  # one token at a time completes a block only there
             self.publish(seq)
 
 
 def finish_reason(seq: Sequence, token: int) -> str | None:
     """Whether the answer ends with `token`, just appended to `seq`: "stop", "length", or None."""
-    if token in seq.request.sampling.end_token_ids:
+    if token in seq.end_token_ids:
         return "stop"
     return "length" if len(seq.tokens) - seq.prompt_len >= seq.max_outputs else None

@@ -303,10 +303,12 @@ class Cancelled(AboutRequest):
 # ---------------------------------------------------------------- worker → front
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenRow:
     """Tokens of one request from output index `first` on. `finish` ends it. `cached_tokens`, in an attempt's first
-    row, says how many prompt tokens came from a prefix cache."""
+    row, says how many prompt tokens came from a prefix cache.
+
+    Not frozen: one is made for every token, and freezing triples what that costs."""
 
     id: RequestId
     attempt: Attempt

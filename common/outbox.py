@@ -13,9 +13,14 @@ class Outbox:
         self._rows: dict[FrontId, list[TokenRow]] = {}
 
     def put(self, front: FrontId, row: TokenRow) -> None:
-        self._rows.setdefault(front, []).append(row)
+        rows = self._rows.get(front)
+        if rows is None:
+            rows = self._rows[front] = []
+        rows.append(row)
 
     def flush(self) -> list[Effect]:
+        if not self._rows:
+            return []
         effects: list[Effect] = []
         for front, rows in self._rows.items():
             seq = self.last_seq.get(front, 0) + 1

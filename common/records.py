@@ -44,15 +44,15 @@ class Records:
         finish: str | None,
     ) -> None:
         """Puts the sequence's newest token into the next message to its front."""
-        index = seq.num_outputs - 1
-        first_of_attempt = index == seq.start_len - seq.prompt_len
+        length = len(seq.tokens) - 1
         row = TokenRow(
-            *seq.key,
-            index,
+            seq.request.request_id,
+            seq.key[1],
+            length - seq.prompt_len,
             (token,),
             logprobs,
             finish,  # type: ignore[arg-type]
-            seq.cached_tokens if first_of_attempt else None,
+            seq.cached_tokens if length == seq.start_len else None,
         )
         self.outbox.put(seq.request.front, row)
 

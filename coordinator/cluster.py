@@ -82,6 +82,7 @@ class Cluster:
         self._ask_again_s = ask_again_s
         self._unheld_after_s = unheld_after_s
         self._next_look = 0.0
+        self._room_made = True  # since the queue was last walked: nothing else makes walking it worth while
         self.draining = False
 
     # ------------------------------------------------------------ from the front
@@ -159,6 +160,7 @@ class Cluster:
     def _prompt_done(self, tracked: Tracked, now: float) -> None:
         """The attempt's first token is out (whatever else was lost on the way)."""
         tracked.prompt_done = True
+        self._room_made = True
         self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
         if tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
@@ -219,6 +221,7 @@ class Cluster:
             self.registry.mark_lost(before)
             effects += self._worker_lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
+        self._room_made = True
         return [*effects, ToWorker(worker_id, answer)]
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
@@ -228,7 +231,7 @@ class Cluster:
         unwanted: list[Key] = []
         for request_id, attempt, phase in message.live:
             tracked = self.tracker.present((request_id, attempt))
-            if tracked is None or worker_id not in tracked.holders:
+            if tracked is None or worker_id not in (tracked.prefill, tracked.decode):
                 unwanted.append((request_id, attempt))
             else:
                 tracked.seen_at = now
@@ -240,7 +243,7 @@ class Cluster:
         if phase == Phase.QUEUED:
             return
         if worker_id == tracked.decode and worker_id != tracked.prefill and tracked.prefill is not None:
-            if phase != Phase.KV_READY:  # more than a transfer under way
+            if phase != Phase.KV_READY and not tracked.handed_over:  # more than a transfer under way
                 self._owned(tracked, now)
         elif tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
@@ -296,6 +299,7 @@ class Cluster:
         """The decode worker holds all of it now."""
         tracked.command = None
         tracked.handed_over = True
+        self._room_made = True
         self._router.prefilled(tracked.id, tracked.prefill)
         for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
             if phase in REQUEST_MOVES[tracked.life.phase]:
@@ -309,6 +313,7 @@ class Cluster:
         tracked.seen_at = now
         tracked.command = None
         if message.outcome == "handed_over":
+            self._room_made = True
             self._router.prefilled(tracked.id, worker_id)
             tracked.handed_over = True
             return []
@@ -335,6 +340,7 @@ class Cluster:
             effects += self._worker_lost(worker, "stopped answering", now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
+            self._room_made = True
             for tracked in self.tracker.all():
                 effects += self._look_after(tracked, now)
         return effects + self._dispatch_waiting(now)
@@ -384,12 +390,14 @@ class Cluster:
     def _enqueue(self, tracked: Tracked, now: float) -> None:
         entry = Entry(tracked.id, tracked.request.priority, tracked.arrival, tracked.tokens, since=now)
         self.queue.push(entry)
+        self._room_made = True
 
     def _dispatch_waiting(self, now: float) -> list[Effect]:
         """Gives out what workers have room for, in order. One without room lets a few behind it pass, so that a
         long prompt does not idle the pools, and not more than MAX_PASSES, so that it does not wait for ever."""
-        if self.queue.first() is None or not self.registry.usable("decode"):
+        if not self._room_made or self.queue.first() is None:
             return []
+        self._room_made = False
         effects: list[Effect] = []
         passed: list[Tracked] = []
         for entry in self.queue.ahead(LOOK_AHEAD):
@@ -477,6 +485,7 @@ class Cluster:
         target = self._router.pick_decode(fitting, self._blocks(tracked, lost), tracked.avoid)
         if target is None or target.id == lost.id or tracked.prefill is None:
             return self._again(tracked, f"{lost.id} {how}", now)
+        self._room_made = True
         self._router.release(tracked.id, None, tracked.decode)
         self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
         tracked.decode = target.id
@@ -497,6 +506,7 @@ class Cluster:
             stage = f"given up in {tracked.life.phase} after {tracked.fruitless} attempts without a token"
             return said + self._fail(tracked, "RequestFailed", f"{stage}: {why}", now)
         self.counters.add("requests_migrated_total")
+        self._room_made = True
         self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
         tracked.prefill = tracked.decode = None
         tracked.attempt = NO_ATTEMPT
@@ -516,6 +526,7 @@ class Cluster:
         """The one end of a request."""
         if tracked.life.phase is Phase.WAITING:
             self.queue.remove(tracked.id)
+        self._room_made = True
         self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
         tracked.life.move(phase, now)
         tracked.command = None

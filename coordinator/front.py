@@ -15,9 +15,9 @@ from common.messages import FinishReason, Message, Progress, RequestFinished, To
 from common.request import RequestId, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens for one stream."""
+    """New tokens for one stream. Not frozen, like TokenRow: one for every token."""
 
     id: RequestId
     ids: tuple[int, ...]
@@ -69,6 +69,11 @@ class Front:
             stream = self._streams.get(row.id)
             if stream is None:
                 self.late_rows += 1
+            elif row.first == stream.next_index and not stream.early and row.finish is None:
+                # What nearly every row is: the next tokens of a stream in order.
+                progress.append((row.id, row.first, row.ids))
+                stream.next_index += len(row.ids)
+                deltas.append(Delta(row.id, row.ids, row.logprobs, None, row.cached_tokens))
             elif row.first > stream.next_index:
                 self._keep(stream, row, now)
             else:

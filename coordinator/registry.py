@@ -45,6 +45,12 @@ class Worker:
     histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     past_counters: dict[str, float] = field(default_factory=dict)
     past_histograms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    longest_tokens: int = field(init=False)
+    """Prompt and answer together that fit here, alone, and into a message on the way here."""
+
+    def __post_init__(self) -> None:
+        fits = min(self.card.max_model_len, self.capacity_tokens)
+        self.longest_tokens = min(fits, longest_model_len(self.card.block_size))
 
     @property
     def role(self) -> Role:
@@ -53,12 +59,6 @@ class Worker:
     @property
     def capacity_tokens(self) -> int:
         return self.card.blocks_total * self.card.block_size
-
-    @property
-    def longest_tokens(self) -> int:
-        """Prompt and answer together that fit here, alone, and into a message on the way here."""
-        fits = min(self.card.max_model_len, self.capacity_tokens)
-        return min(fits, longest_model_len(self.card.block_size))
 
     @property
     def state(self) -> str:

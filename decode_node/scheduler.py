@@ -33,9 +33,9 @@ ASKS_FOR_S = 5.0
 """A transfer told "later" that has not asked again for so long does not want room any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """One new token of one sequence."""
+    """One new token of one sequence. Not frozen, like TokenRow: one for every token."""
 
     seq: Sequence
     token: int
@@ -255,17 +255,19 @@ class DecodeScheduler:
         """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to
         nothing but their blocks going back."""
         outcomes = []
+        computed, prefilling = self._core.computed, Phase.PREFILLING
         for seq, count, result in zip(batch.rows, batch.counts, results, strict=True):
             if seq.over:
                 seq.in_batch = False
                 self._core.free(seq)
                 continue
-            self._core.computed(seq, count)
-            if not result.ids:
+            computed(seq, count)
+            ids = result.ids
+            if not ids:
                 continue
-            (token,) = result.ids
+            (token,) = ids
             seq.tokens.append(token)
-            if seq.life.phase is Phase.PREFILLING:
+            if seq.life.phase is prefilling:
                 self._prefilling.remove(seq)
                 seq.life.move(Phase.DECODING, now)
                 self._decoding.append(seq)

@@ -42,7 +42,7 @@ from common.messages import (
 )
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, Request, WorkerId, unpack_ids
-from decode_node.scheduler import DecodeScheduler, Outcome
+from decode_node.scheduler import DecodeScheduler
 from transfer.receiver import Ready, TransferReceiver
 
 _FULL_RETRY_S = 0.1
@@ -253,17 +253,16 @@ class DecodeWorker:
         if chunk_tokens:
             self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))
         effects: list[Effect] = []
+        say_token = self.records.say_token
         for outcome in self._scheduler.finish(batch, results, now):
-            effects += self._after_token(outcome, now)
+            say_token(outcome.seq, outcome.token, outcome.logprobs, outcome.finish)
+            if outcome.finish is not None:
+                effects += self._finished(outcome.seq, outcome.finish, now)
         return effects
 
-    def _after_token(self, outcome: Outcome, now: float) -> list[Effect]:
-        seq = outcome.seq
-        self.records.say_token(seq, outcome.token, outcome.logprobs, outcome.finish)
-        if outcome.finish is None:
-            return []
+    def _finished(self, seq: Sequence, finish: str, now: float) -> list[Effect]:
         self.records.counters.observe("request_decode_time_seconds", seq.life.seconds_in(Phase.DECODING, now))
-        return self._end(seq.key, Phase.FINISHED, "finished", outcome.finish, now)
+        return self._end(seq.key, Phase.FINISHED, "finished", finish, now)
 
     def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]:
         """Its row raised, alone: it is not tried elsewhere. To be called before `finish`, which frees it."""

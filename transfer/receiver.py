@@ -60,6 +60,11 @@ class TransferReceiver:
     def __len__(self) -> int:
         return len(self._incoming)
 
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way or waits to be said."""
+        return not (self._incoming or self._whole or self._credits)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._incoming
 

@@ -306,10 +306,11 @@ class TransferSender:
     def pump(self, now: float) -> list[Effect]:
         """Frames that may leave now: computed, wanted, inside each peer's window, transfers taking turns."""
         effects: list[Effect] = []
-        moved = True
+        ready = [out for out in self._outgoing.values() if out.to_send]
+        moved = bool(ready)
         while moved:
             moved = False
-            for out in list(self._outgoing.values()):
+            for out in ready:
                 if not out.sendable:
                     continue
                 flight = self._in_flight.setdefault(out.target.worker, {})
