@@ -115,6 +115,12 @@ def test_entries_stop_where_the_text_does() -> None:
     assert [(token.id, token.offset) for piece in pieces for token in piece.tokens] == [(97, 0), (257, 1)]
 
 
+def test_a_token_without_text_beside_a_stop_is_not_part_of_the_answer() -> None:
+    pieces = run(answer_of(logprobs=0, stops=("cd",)), deltas([99, 258, 99, 100], "length", [1, 2, 3], True))
+    assert text(pieces) == "c"
+    assert [(token.id, token.offset) for piece in pieces for token in piece.tokens] == [(99, 0)]
+
+
 def test_minus_infinity_becomes_a_floor() -> None:
     infinite = TokenLogprobs(float("-inf"), ((5, float("-inf")), (6, -1.0)))
     pieces = answer_of(logprobs=2).push(TokenDelta((98,), (infinite,), None, 0))

@@ -179,6 +179,18 @@ def test_a_body_that_is_too_large_and_does_not_say_so(served: Served) -> None:
     assert response.status_code == 413
 
 
+def test_a_client_that_reads_only_when_it_has_sent_it_all_gets_its_answer(served: Served) -> None:
+    size = 30_000_000
+    connection = socket.create_connection(("127.0.0.1", served.port))
+    connection.settimeout(10)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size)
+    connection.sendall(b"x" * size)
+    answer = read_until(connection, b"body_too_large")
+    assert b"HTTP/1.1 413" in answer
+    assert b"connection: close" in answer
+    connection.close()
+
+
 def test_a_length_that_is_announced_is_refused_before_the_body(served: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", served.port))
     connection.settimeout(3)

@@ -44,6 +44,13 @@ def test_what_was_complete_before_it_counted_stays_text() -> None:
     assert search.feed("aa", armed=True) == (2, 2)
 
 
+def test_a_match_may_begin_inside_one_that_did_not_count() -> None:
+    search = StopStrings(["aba"])
+    assert search.feed("aba", armed=False) is None
+    assert search.held_chars == 1
+    assert search.feed("ba", armed=True) == (2, 3)
+
+
 def test_no_text_and_no_state() -> None:
     search = StopStrings(["ab"])
     assert search.feed("", armed=True) is None
