@@ -139,6 +139,7 @@ class VirtualWorker:
         self.registered = False
         self.alive = True
         self.timer: float | None = None
+        self.late_step: Callable[[], None] | None = None  # came back while frozen
 
     @property
     def address(self) -> PeerAddress:
@@ -252,6 +253,20 @@ class VirtualCluster:
         worker = self.workers[WorkerId(name)]
         worker.start()
         self._boot(worker)
+
+    def freeze(self, name: str) -> None:
+        """The process stands still: what is sent to it meanwhile is lost, and a step that is out comes back late."""
+        self.workers[WorkerId(name)].alive = False
+
+    def thaw(self, name: str) -> None:
+        worker = self.workers[WorkerId(name)]
+        worker.alive = True
+        if worker.late_step is not None:
+            self.at(self.now, worker.late_step)
+            worker.late_step = None
+        self._beat(worker, worker.incarnation)
+        worker.timer = None
+        self._turn(worker)
 
     def restart_coordinator(self) -> None:
         """Coordinator and front are one process: its requests are gone, the workers are not told."""
@@ -431,7 +446,10 @@ class VirtualCluster:
             self._turn(worker)
 
     def _step_done(self, worker: VirtualWorker, batch: Batch, step_s: float, life: Incarnation) -> None:
-        if not worker.alive or worker.incarnation != life:
+        if worker.incarnation != life:
+            return
+        if not worker.alive:
+            worker.late_step = lambda: self._step_done(worker, batch, step_s, life)
             return
         worker.busy = False
         results = worker.compute(batch)
