@@ -28,6 +28,8 @@ from common.errors import BadRequest, UnsupportedField
 from coordinator import neutral_fields
 from coordinator.errors_http import shown
 
+MAX_MESSAGES = 4096
+MAX_PROMPT_IDS = 1 << 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -137,6 +139,8 @@ def _prompt(value: Any) -> Any:
         raise _problem("must be a string, a list of token ids, or a list with one of these")
     if not value:
         raise _problem("is empty; give at least one token")
+    if len(value) > MAX_PROMPT_IDS:
+        raise _problem(f"may hold at most {MAX_PROMPT_IDS} token ids, not {len(value)}")
     if not all(type(item) is int for item in value):
         raise _problem("must hold token ids only, which are whole numbers")
     return value
@@ -220,7 +224,7 @@ class CompletionFields(Fields):
 class ChatFields(CompletionFields):
     NEUTRAL: ClassVar[neutral_fields.Neutral] = neutral_fields.CHAT
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -26,6 +26,7 @@ from coordinator.token_bytes import UnknownDecoder, bytes_rule
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 LARGE_TEXT_CHARS = 8192
+TEMPLATE_CHARS_PER_MESSAGE = 32
 MAX_LARGE_TEXTS = 32
 SHRINK_OF_NORMALIZER = {"Prepend": 1, "Replace": 1, "NFC": 3, "NFKC": 3}
 """How many bytes of text may become one byte before it is cut into tokens. `Replace` is SentencePiece's space
@@ -107,7 +108,7 @@ class Tokenizer:
             )
         texts = [message["content"] for message in messages]
         self._check_bytes(texts, max_tokens, "messages")
-        size = sum(map(len, texts))
+        size = sum(map(len, texts)) + TEMPLATE_CHARS_PER_MESSAGE * len(texts)
         return await self._off_the_loop(size, lambda: self._encode_rendered(template.render(messages)))
 
     def encode_now(self, text: str) -> list[int]:

@@ -9,6 +9,8 @@ from common.errors import BadRequest, UnsupportedField
 from coordinator import neutral_fields
 from coordinator.openai_schema import (
     MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_PROMPT_IDS,
     MAX_STOP_BYTES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
@@ -60,6 +62,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, "messages"),
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
@@ -119,6 +122,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1] * (MAX_PROMPT_IDS + 1)}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": {}}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),

@@ -110,17 +110,18 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_cut(tokenizer: Tokenizer
 def test_large_texts_leave_the_loop_free(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox, number 12345, said: “hello”. " * 6000  # 300 kB
 
-    async def beat() -> tuple[float, list[int]]:
+    async def beat() -> tuple[float, float, list[int]]:
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(tokenizer.encode(text, 10**6))
-        worst_s, last_s = 0.0, loop.time()
+        started_s = loop.time()
+        worst_s, last_s = 0.0, started_s
         while not work.done():
             await asyncio.sleep(0.001)
             worst_s, last_s = max(worst_s, loop.time() - last_s), loop.time()
-        return worst_s, work.result()
+        return worst_s, loop.time() - started_s, work.result()
 
-    worst_s, ids = asyncio.run(beat())
-    assert worst_s < 0.1
+    worst_s, took_s, ids = asyncio.run(beat())
+    assert worst_s < max(0.02, took_s / 3)
     assert ids == tokenizer.encode_now(text)
 
 
