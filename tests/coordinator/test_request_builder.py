@@ -4,9 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from common.errors import BadRequest, ModelNotFound, NoWorker, UnsupportedField
-from common.request import FrontId, unpack_ids
+from common.messages import Sender, Submit, decode, encode
+from common.request import FrontId, Incarnation, unpack_ids
+from coordinator.errors_http import error_object
+from coordinator.openai_schema import ChatFields, TextFields
 from coordinator.request_builder import Job, RequestBuilder
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway
@@ -190,3 +194,41 @@ def test_without_workers_a_bad_request_is_still_told_what_is_wrong(
     assert refused(text, builder, temperature=-1).status == 400
     with pytest.raises(NoWorker, match="no decode worker"):
         text(builder)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(
+        [-0.0, 1e-9, 2**63, 2**64, "1", "\ud83d", "", "auto", "text", "user", "role", "content"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "role", "content", "5", "\ud83d"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {*ChatFields.model_fields, *TextFields.model_fields, *ChatFields.NEUTRAL, *TextFields.NEUTRAL}
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=3))
+def test_any_value_of_any_field_is_taken_or_refused(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
+    """Never another exception, always a field's name, and what is taken can travel."""
+    builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), ("default",), FrontId("f"))
+    for base, build in ((CHAT, builder.chat), (TEXT, builder.text)):
+        try:
+            job = asyncio.run(build(base | changes, None))
+        except BadRequest as error:
+            assert error.status in (400, 404, 422)
+            assert error.param or error.message.startswith("The body"), error.message
+            assert len(error_object(error)) < 4096
+        else:
+            sender = Sender("coordinator", Incarnation(1))
+            assert decode(encode(Submit(job.request), sender))[1] == Submit(job.request)
