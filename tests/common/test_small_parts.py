@@ -1,0 +1,178 @@
+"""Request packing, prefix hashes, fingerprint, counters, ledger, outbox: the small parts everybody leans on."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, strategies as st
+
+from common.counters import HISTOGRAM_BUCKETS, Counters, labelled, split_label
+from common.effects import ToFront
+from common.fingerprint import digest, first_difference
+from common.ledger import Ledger
+from common.messages import Ended, TokenRow, Tokens
+from common.outbox import Outbox
+from common.prefix import extend_chain, join_hashes, seed_hash, split_hashes
+from common.request import (
+    Attempt,
+    FrontId,
+    Key,
+    RequestId,
+    first_attempt_of_epoch,
+    pack_ids,
+    unpack_ids,
+)
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1)))
+def test_ids_pack_and_unpack(ids: list[int]) -> None:
+    assert unpack_ids(pack_ids(ids)) == ids
+    assert len(pack_ids(ids)) == 4 * len(ids)
+
+
+def test_ids_travel_little_endian() -> None:
+    assert pack_ids([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+
+
+def test_attempts_of_a_later_epoch_fence_all_of_an_earlier_one() -> None:
+    assert first_attempt_of_epoch(0) == 0
+    assert first_attempt_of_epoch(1_700_000_000) == 1_700_000_000 << 32
+    assert first_attempt_of_epoch(2) - first_attempt_of_epoch(1) == 1 << 32
+
+
+# Computed once by hand from the rule in common/prefix.py.
+PINNED = [
+    "9b1c41c0dbc92fa0cfc6b175b3ee2a1c",
+    "dc485202b25e411de8d5f05023a38b11",
+]
+
+
+def _chain() -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, seed_hash("fp", "salt"), list(range(9)), 4)
+    return chain
+
+
+def test_prefix_hashes_are_pinned() -> None:
+    """BR-064: equal in every process and every version of the code; a change here empties every cache."""
+    assert [content.hex() for content in _chain()] == PINNED
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_prefix_hashes_do_not_depend_on_the_process(hash_seed: str) -> None:
+    code = (
+        "from common.prefix import *; c = []; extend_chain(c, seed_hash('fp', 'salt'), list(range(9)), 4);"
+        "print(join_hashes(c).hex())"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "".join(PINNED)
+
+
+def test_a_prefix_hash_names_everything_before_it() -> None:
+    seed = seed_hash("fp")
+    long: list[bytes] = []
+    extend_chain(long, seed, list(range(16)), 4)
+    short: list[bytes] = []
+    extend_chain(short, seed, list(range(7)), 4)
+    extend_chain(short, seed, list(range(16)), 4)  # goes on where it stopped
+    assert short == long and len(long) == 4
+    other: list[bytes] = []
+    extend_chain(other, seed, [99, *range(1, 16)], 4)
+    assert not set(other) & set(long), "equal blocks after different ones are different"
+    assert split_hashes(join_hashes(long)) == long
+
+
+def test_seeds_do_not_run_into_each_other() -> None:
+    seeds = {
+        seed_hash(*parts) for parts in [("a", "bc", ""), ("ab", "c", ""), ("a", "", "bc"), ("abc", "", "")]
+    }
+    assert len(seeds) == 4
+
+
+def test_fingerprints_differ_by_name() -> None:
+    ours = {"dtype": "bfloat16", "block_size": 16, "heads": 9}
+    assert first_difference(ours, dict(reversed(ours.items()))) is None
+    assert digest(ours) == digest(dict(reversed(ours.items())))
+    assert first_difference(ours, {**ours, "dtype": "float16"}) == ("dtype", "bfloat16", "float16")
+    assert first_difference(ours, {"dtype": "bfloat16", "heads": 9}) == ("block_size", 16, None)
+    assert digest(ours) != digest({**ours, "heads": 3})
+
+
+@pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])
+def test_counting_cannot_stop_the_work(amount: float) -> None:
+    """BR-136."""
+    counters = Counters()
+    counters.add("x_total", 2.0)
+    counters.add("x_total", amount)
+    counters.observe("step_seconds", amount)
+    assert counters.values["x_total"] == 2.0
+    dropped = {n: v for n, v in counters.values.items() if n.startswith("dropped")}
+    assert sum(dropped.values()) == 2.0
+    assert counters.histograms() == {}
+
+
+def test_histograms_put_each_sample_in_one_bucket() -> None:
+    counters = Counters()
+    bounds = HISTOGRAM_BUCKETS["batch_size"]
+    for value in (0.0, 1.0, 1.5, 2.0, 1e9):
+        counters.observe("batch_size", value)
+    total, count, *buckets = counters.histograms()["batch_size"]
+    assert (total, count, len(buckets)) == (1e9 + 4.5, 5, len(bounds) + 1)
+    assert (buckets[0], buckets[1], buckets[-1], sum(buckets)) == (2, 2, 1, 5)
+
+
+def test_labels_are_read_back() -> None:
+    name = labelled("late_messages_total", kind="Accept", role="decode")
+    assert split_label(name) == ("late_messages_total", {"kind": "Accept", "role": "decode"})
+    assert split_label("plain_total") == ("plain_total", {})
+
+
+def _key(name: str, attempt: int) -> Key:
+    return (RequestId(name), Attempt(attempt))
+
+
+def test_ledger_fences_lower_attempts_only() -> None:
+    ledger = Ledger()
+    assert not ledger.is_stale(_key("a", 1))
+    ledger.saw(_key("a", 5))
+    ledger.saw(_key("a", 3))  # late: must not lower the fence
+    assert ledger.is_stale(_key("a", 4))
+    assert not ledger.is_stale(_key("a", 5)) and not ledger.is_stale(_key("a", 6))
+    assert not ledger.is_stale(_key("b", 1))
+
+
+def test_ledger_is_bounded_and_forgets_the_oldest() -> None:
+    ledger = Ledger(limit=3)
+    for number in range(5):
+        ledger.saw(_key(f"r{number}", 9))
+        ledger.end(Ended(*_key(f"r{number}", 9), outcome="finished"))
+    assert [ledger.is_stale(_key(f"r{n}", 1)) for n in range(5)] == [False, False, True, True, True]
+    assert [ledger.how_ended(_key(f"r{n}", 9)) is not None for n in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_outbox_sends_one_numbered_message_per_front() -> None:
+    outbox = Outbox()
+    assert outbox.flush() == []
+    rows = [TokenRow(*_key("a", 1), index, (index,)) for index in range(3)]
+    one, two = FrontId("f1"), FrontId("f2")
+    outbox.put(one, rows[0])
+    outbox.put(two, rows[1])
+    outbox.put(one, rows[2])
+    assert outbox.flush() == [
+        ToFront(one, Tokens(1, (rows[0], rows[2]))),
+        ToFront(two, Tokens(1, (rows[1],))),
+    ]
+    outbox.put(one, rows[0])
+    assert outbox.flush() == [ToFront(one, Tokens(2, (rows[0],)))]
+    assert outbox.last_seq == {"f1": 2, "f2": 1}
