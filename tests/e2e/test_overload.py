@@ -1,0 +1,59 @@
+"""More than a small service can take: who is turned away is told when to come back, who is served is served right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.service import Service, completion, serving
+
+BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Service]:
+    flags = ["--max-queue", "4", "--max-num-seqs", "2", "--num-kv-blocks", str(BLOCKS)]
+    with serving(tmp_path_factory.mktemp("small") / "log", *flags) as service:
+        yield service
+
+
+def test_a_burst_is_served_or_told_when_to_come_back(small: Service, text_ids: list[int]) -> None:
+    prompts = [text_ids[9 * i : 9 * i + 40] for i in range(32)]
+
+    def ask(prompt: list[int]) -> httpx.Response:
+        body = completion(prompt, max_tokens=12, ignore_eos=True)
+        with httpx.Client(verify=False, trust_env=False, timeout=120) as client:
+            return client.post(small.url + "/v1/completions", json=body)
+
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(ask, prompts))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}, statuses
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] and answer.json()["error"]["message"]
+    small.until_idle()
+    assert small.metric("requests_rejected_total") == statuses.count(429)
+    served = [
+        (p, a.json()["choices"][0]["text"]) for p, a in zip(prompts, answers, strict=True) if a.status_code == 200
+    ]
+    for prompt, text in served[:6]:
+        assert small.complete(prompt, max_tokens=12, ignore_eos=True)["text"] == text
+
+
+def test_what_the_pools_can_never_hold_is_refused_with_the_numbers(small: Service) -> None:
+    """40 blocks of 16 are 640 tokens: less than the model's context, and what the service says it has."""
+    (model,) = small.get("/v1/models")["data"]
+    room = model["max_model_len"]
+    assert 600 <= room <= BLOCKS * 16
+    too_long = small.post("/v1/completions", completion([7] * room, max_tokens=1))
+    assert too_long.status_code == 400 and str(room) in too_long.json()["error"]["message"]
+    too_much = small.post("/v1/completions", completion([7] * 600, max_tokens=room - 599))
+    assert too_much.status_code == 400 and too_much.json()["error"]["param"] == "max_tokens"
+    assert small.complete([7] * (room - 2), max_tokens=2, ignore_eos=True)["usage"]["total_tokens"] == room
+    small.until_idle()

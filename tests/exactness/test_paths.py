@@ -1,0 +1,148 @@
+"""The first promise: ids and log-probabilities are the same bits on every path through the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.batching import Batch
+from kernels.model import CausalModel
+from tests.exactness.conftest import LENGTHS, Oracle, greedy, seeded
+from tests.exactness.real_cluster import Ask, RealCluster, RealWorker, Said, collocated, pools
+
+
+def check(asks: list[Ask], found: list[Said], wanted: list[Said]) -> None:
+    """Names the first request that differs, and where."""
+    for ask, one, other in zip(asks, found, wanted, strict=True):
+        where = f"prompt of {len(ask.prompt)} tokens, temperature {ask.sampling.temperature:g}"
+        assert one.end == other.end, where
+        assert one.ids == other.ids, where
+        assert one.logprobs == other.logprobs, where
+        assert len(one.ids) == len(one.logprobs) == ask.sampling.max_tokens, where
+
+
+def test_the_oracle_itself_says_something(asks: list[Ask], oracle: Oracle) -> None:
+    answers = oracle(asks)
+    assert len(answers) == 16 and {len(ask.prompt) for ask in asks} == set(LENGTHS)
+    assert len({answer.ids for answer in answers}) == 16
+    assert all(len(token.top) == 5 and token.chosen < 0 for answer in answers for token in answer.logprobs)
+    assert all(answer.end == "length" for answer in answers)
+
+
+@pytest.mark.parametrize("chunk", [32, 128, 512])
+def test_both_pools_in_any_chunks_cold_then_warm(
+    chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle
+) -> None:
+    cluster = pools(model, chunk=chunk)
+    check(asks, cluster.together(asks), oracle(asks))
+    assert cluster.counted("decode-0", "kv_transfer_bytes_total") > 0
+
+    hits = cluster.counted("prefill-0", "prefix_cache_hits_total")
+    moved = cluster.counted("decode-0", "kv_transfer_bytes_total")
+    again = asks if chunk == 512 else asks[-4:]
+    check(again, cluster.together(again), oracle(again))
+    assert cluster.counted("prefill-0", "prefix_cache_hits_total") > hits
+    resent = cluster.counted("decode-0", "kv_transfer_bytes_total") - moved
+    assert resent < moved / 4, "blocks that the decode worker holds are not sent again"
+
+
+@pytest.mark.parametrize("chunk", [32, 128, 512])
+def test_collocated_in_any_chunks(chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    cluster = collocated(model, chunk=chunk)
+    check(asks, cluster.together(asks), oracle(asks))
+    if chunk == 32:
+        hits = cluster.counted("decode-0", "prefix_cache_hits_total")
+        check(asks[-4:], cluster.together(asks[-4:]), oracle(asks[-4:]))
+        assert cluster.counted("decode-0", "prefix_cache_hits_total") > hits
+
+
+def test_alone_through_both_pools(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    some = [ask for ask in asks if len(ask.prompt) in (1, 17, 257)]
+    check(some, pools(model, chunk=128, caching=False).alone(some), oracle(some))
+
+
+@pytest.mark.parametrize("path", ["pools", "collocated"])
+def test_a_longer_prompt_on_a_cached_prefix(
+    path: str, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """Hits that end in the middle of a prompt, at a block's edge and beside it; what was decoded is a prefix too."""
+    cluster = pools(model, chunk=128) if path == "pools" else collocated(model, chunk=128)
+    first = Ask(tuple(text_ids[:200]), greedy())
+    (answer,) = cluster.together([first])
+    longer = [Ask(tuple(text_ids[:length]), greedy()) for length in (192, 193, 200, 208, 230)]
+    longer.append(Ask(first.prompt + answer.ids + tuple(text_ids[300:310]), seeded(3)))
+    check(longer, cluster.together(longer), oracle(longer))
+    worker = "prefill-0" if path == "pools" else "decode-0"
+    # 192 tokens were cached; of 192 the last block is computed again, because something must be left to compute
+    assert cluster.counted(worker, "prefix_cache_hits_total") >= 176 + 5 * 192
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("path", ["pools", "collocated"])
+def test_forced_preemption(
+    path: str, caching: bool, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """Each takes three blocks to begin and five to end: of all together, some are thrown out on the way."""
+    asks = [Ask(tuple(text_ids[50 * i : 50 * i + 44]), greedy(24)) for i in range(3)]
+    asks += [Ask(tuple(text_ids[50 * i : 50 * i + 44]), seeded(i, 24)) for i in range(3, 5)]
+    if path == "pools":
+        cluster = pools(model, chunk=128, decode_blocks=18, caching=caching)
+    else:
+        cluster = collocated(model, chunk=128, blocks=16, caching=caching)
+    check(asks, cluster.together(asks), oracle(asks))
+    assert cluster.counted("decode-0", "num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("path", ["pools", "collocated"])
+def test_migration_from_a_decode_worker_that_died(
+    path: str, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """Half the answer from one worker, half from another that prefills prompt and output."""
+    asks = [
+        Ask(tuple(text_ids[10 * i : 10 * i + length]), greedy(16)) for i, length in enumerate((5, 120, 40))
+    ]
+    asks += [Ask(tuple(text_ids[100:190]), seeded(7, 16)), Ask(tuple(text_ids[30:61]), seeded(8, 16))]
+    wanted = oracle(asks)
+    make = pools if path == "pools" else collocated
+    cluster: RealCluster = make(model, chunk=128, decode=2)
+    answers = [cluster.open(ask) for ask in asks]
+    cluster.run_until(lambda: all(len(answer.ids) >= 5 for answer in answers))
+    assert all(answer.end is None for answer in answers)
+    cluster.kill("decode-0")
+    cluster.run_until(lambda: all(answer.end is not None for answer in answers))
+    cluster.settle()
+    check(asks, [Said(tuple(a.ids), tuple(a.logprobs), a.end) for a in answers], wanted)
+    taken_up = [
+        t for t in map(cluster.cluster.tracker.timeline, list(cluster.answers), [cluster.now] * 5) if t
+    ]
+    assert sum(t["attempts"] == 2 for t in taken_up) >= 2, "nobody migrated"
+
+
+def test_a_different_seed_is_a_different_answer(
+    model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    ask = Ask(tuple(text_ids[:33]), seeded(1))
+    other = replace(ask, sampling=replace(ask.sampling, seed=2))
+    one, two = oracle([ask, other])
+    assert one.ids != two.ids
+
+
+def test_a_swapped_block_is_seen(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    """The comparison can fail: the same run with two blocks of one request exchanged before its last steps."""
+
+    def swap(worker: RealWorker, batch: Batch) -> None:
+        for seq in batch.rows:
+            if len(seq.tokens) == 257 + 4:
+                blocks = worker.runner.cache.tensor
+                blocks[seq.blocks[3:5]] = blocks[[seq.blocks[4], seq.blocks[3]]]
+
+    ask = next(ask for ask in asks if len(ask.prompt) == 257)
+    cluster = pools(model, chunk=128)
+    cluster.worker("decode-0").before_step = swap
+    (found,) = cluster.together([ask])
+    (wanted,) = oracle([ask])
+    assert found.logprobs[:4] == wanted.logprobs[:4]
+    assert found.logprobs[4:] != wanted.logprobs[4:]
+    assert not any(torch.isnan(torch.tensor(token.chosen)) for token in found.logprobs)
