@@ -58,6 +58,7 @@ $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
 $(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo '== installing kvferry and the versions of constraints.txt into $(VENV) (about 2 GB, a minute or two the first time)'
 	@$(PIP) install --quiet -c constraints.txt setuptools
+	@echo '== the last step compiles the CPU kernels, where there is a C compiler: up to a minute'
 	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e .
 	@touch $@
 

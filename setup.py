@@ -14,6 +14,7 @@ SOURCE = Path("kernels/native/attention.c")
 native = Extension(
     "kernels._native",
     sources=[str(SOURCE)],
+    depends=[str(header) for header in SOURCE.parent.glob("*.h")],
     # -ffp-contract=off: the compiler may not choose where to fuse, or two builds would differ in their bits.
     extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off"],
     optional=True,
