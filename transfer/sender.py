@@ -8,10 +8,12 @@
 
 Any message may be lost, doubled, late or out of order. What the peer must know is said again until answered:
 the offer, the hand-over, a cancellation. A peer that answers an offer we no longer stand by (a late or doubled
-copy of it) is told to forget at once, else its blocks would wait there for its own limit. Bytes in flight are
-counted per peer as a set of frames, cleared by Credit, Nack, Delivered and the end of a transfer; when a transfer
-has had no answer for two `retry_s` its frames in flight are taken as lost, so a lost Credit cannot shrink the
-window for ever. "Later" counts as progress for `patience_s` in all: no wait is without a limit.
+copy of it) is told to forget at once, else its blocks would wait there for its own limit. "Later" counts as
+progress for `patience_s` in all: no wait is without a limit.
+
+Bytes in flight are counted per peer as a set of frames, cleared by Credit, Nack, Delivered and the end of a
+transfer; when a transfer has had no answer for two `retry_s` its frames leave the window, so a lost Credit cannot
+shrink it for ever. They are not sent again on a guess: the peer names what is missing once it has the hand-over.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class _Outgoing:
     window_frames: int  # what the peer takes in flight, at most ours
     life: TransferLife = field(default_factory=TransferLife)
     computed: int = 0  # leading blocks whose KV is complete
-    to_send: deque[int] = field(default_factory=deque)
+    to_send: deque[int] = field(default_factory=deque)  # wanted, or asked for again, in order
     blocks_sent: int = 0
     nacks: dict[int, int] = field(default_factory=dict)
     handover: Handover | None = None
@@ -271,17 +273,17 @@ class TransferSender:
         if out.life.phase not in (TransferPhase.ACCEPTED, TransferPhase.SENDING):
             return [], []
         flight = self._in_flight.get(out.target.worker, {})
-        again = set(out.to_send)
+        waiting = set(out.to_send)
         for index in message.indices:
             flight.pop((out.key, index), None)
-            if index in again or index >= len(out.blocks):
+            if index in waiting or index >= len(out.blocks):
                 continue
             out.nacks[index] = out.nacks.get(index, 0) + 1
             if out.nacks[index] > MAX_NACKS:
                 return self._fail(out, f"block {index} did not arrive: {message.reason}", now)
-            again.add(index)
+            waiting.add(index)
+        out.to_send = deque(sorted(waiting))
         self._drop_if_empty(out.target.worker)
-        out.to_send = deque(sorted(again))
         self._ask_by(out, now + self._retry_s)
         return [], []
 
@@ -311,12 +313,11 @@ class TransferSender:
         while moved:
             moved = False
             for out in ready:
+                if len(self._in_flight.get(out.target.worker, ())) >= out.window_frames:
+                    continue
                 if not out.sendable:
                     continue
-                flight = self._in_flight.setdefault(out.target.worker, {})
-                if len(flight) >= out.window_frames:
-                    continue
-                effects.append(self._send_next(out, flight))
+                effects.append(self._send(out, out.to_send.popleft()))
                 effects += self._hand_over_if_sent(out, now)
                 moved = True
         return effects
@@ -355,11 +356,10 @@ class TransferSender:
 
     # ------------------------------------------------------------ inside
 
-    def _send_next(self, out: _Outgoing, flight: dict[tuple[Key, int], None]) -> Effect:
+    def _send(self, out: _Outgoing, index: int) -> Effect:
         if out.life.phase is TransferPhase.ACCEPTED:
             out.life.move(TransferPhase.SENDING)
-        index = out.to_send.popleft()
-        flight[(out.key, index)] = None
+        self._in_flight.setdefault(out.target.worker, {})[(out.key, index)] = None
         out.blocks_sent += 1
         return SendBlock(out.target, out.key, index, out.blocks[index])
 
@@ -375,15 +375,8 @@ class TransferSender:
         if out.life.phase is TransferPhase.REVOKED or out.life.phase is TransferPhase.OFFERED:
             return self._offer_again(out, now)
         if now - out.answered >= 2 * self._retry_s:
-            self._send_lost_frames_again(out)
+            self._clear_flight(out)
         return self._hand_over_if_sent(out, now)
-
-    def _send_lost_frames_again(self, out: _Outgoing) -> None:
-        """Frames without an answer for so long are taken as lost; the peer ignores those it has."""
-        flight = self._in_flight.get(out.target.worker, {})
-        lost = [index for key, index in flight if key == out.key]
-        self._clear_flight(out)
-        out.to_send = deque(sorted({*out.to_send, *lost}))
 
     def _offer_again(self, out: _Outgoing, now: float) -> list[Effect]:
         if out.life.phase is TransferPhase.REVOKED:

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from common.counters import HISTOGRAM_BUCKETS, Counters, labelled, split_label
 from common.effects import ToFront
-from common.fingerprint import digest, first_difference
+from common.fingerprint import Value, digest, first_difference
 from common.ledger import Ledger
 from common.messages import Ended, TokenRow, Tokens
 from common.outbox import Outbox
@@ -95,7 +95,7 @@ def test_seeds_do_not_run_into_each_other() -> None:
 
 
 def test_fingerprints_differ_by_name() -> None:
-    ours = {"dtype": "bfloat16", "block_size": 16, "heads": 9}
+    ours: dict[str, Value] = {"dtype": "bfloat16", "block_size": 16, "heads": 9}
     assert first_difference(ours, dict(reversed(ours.items()))) is None
     assert digest(ours) == digest(dict(reversed(ours.items())))
     assert first_difference(ours, {**ours, "dtype": "float16"}) == ("dtype", "bfloat16", "float16")
