@@ -185,7 +185,9 @@ class CoordinatorSettings(ProcessSettings):
         False, "no prefill pool is expected: decode workers compute prompts themselves", "scheduling"
     )
     max_queue: int = flag(1024, "requests that may wait, over all tiers", "scheduling", ge=1)
-    max_waiting_tokens: int = flag(1 << 20, "prompt tokens that may wait, over all tiers", "scheduling", ge=1)
+    max_waiting_tokens: int = flag(
+        1_000_000, "prompt tokens that may wait, over all tiers", "scheduling", ge=1
+    )
     queue_timeout: float = flag(
         120.0,
         "seconds after which a request without its first token ends with 408",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -46,13 +46,15 @@ def create_app(
     metrics: Metrics,
     *,
     served_models: Sequence[str],
-    tiers: Sequence[str] = ("default",),
+    tiers: Mapping[str, int] | None = None,
+    seed: int | None = None,
     api_keys: Sequence[str] = (),
     front: FrontId = DEFAULT_FRONT,
     limits: Limits | None = None,
 ) -> ASGIApp:
-    """The first of `tiers` is the default one. Without `api_keys` every route is open."""
-    builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tuple(tiers), front)
+    """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open.
+    `seed`: see `RequestBuilder`."""
+    builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed)
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
     app = FastAPI(title="kvferry", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_exception)

@@ -45,7 +45,9 @@ def local_folder(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
     except Exception as error:  # the library raises many kinds; all mean that there is no model
-        raise ModelCannotBeLoaded(f"--model {model}: not a folder, and the hub does not give it: {error}") from error
+        raise ModelCannotBeLoaded(
+            f"--model {model}: not a folder, and the hub does not give it: {error}"
+        ) from error
 
 
 def _default_model() -> str:

@@ -7,8 +7,8 @@ that any pair of workers holds. `max_tokens` absent means what fits for chat, an
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,22 +35,24 @@ class Job:
 
 
 class RequestBuilder:
-    """`tiers` are the configured names, the first being the default one. `api_keys_set`: tenants are named by
-    their key, and `user` names none."""
+    """`tiers` are the configured names with their classes, the first being the default one. `seed` starts the
+    seeds of requests that bring none; None draws them from the system."""
 
     def __init__(
         self,
         gateway: Gateway,
         tokenizer: Tokenizer,
         served_models: tuple[str, ...],
-        tiers: tuple[str, ...],
+        tiers: Mapping[str, int],
         front: FrontId,
+        seed: int | None = None,
     ) -> None:
         self._gateway = gateway
         self._tokenizer = tokenizer
         self._served_models = served_models
-        self._tiers = tiers
+        self._tiers = dict(tiers)
         self._front = front
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     async def chat(self, body: dict[str, Any], tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
@@ -129,7 +131,7 @@ class RequestBuilder:
         if fields.service_tier in self._tiers:
             return fields.service_tier
         if fields.service_tier in NAMES_OF_DEFAULT_TIER:
-            return self._tiers[0]
+            return next(iter(self._tiers))
         raise UnsupportedField(
             f"service_tier: {shown(str(fields.service_tier))!r} is not a tier of this server. Leave it out, or use one "
             f"of: {', '.join(('auto', 'default', *self._tiers))}.",
@@ -146,13 +148,14 @@ class RequestBuilder:
         num_logprobs: int | None,
         tenant: str | None,
     ) -> Job:
+        tier = self._tier(fields)
         request = Request(
             request_id=self._gateway.mint_id(id_prefix),
             prompt_ids=pack_ids(ids),
             sampling=self._sampling(fields, max_tokens, num_logprobs),
             front=self._front,
-            priority=fields.priority,
-            tier=self._tier(fields),
+            priority=self._tiers[tier] + fields.priority,
+            tier=tier,
             tenant=(fields.user or "") if tenant is None else tenant,
             cache_salt=fields.cache_salt or "",
         )
@@ -169,7 +172,7 @@ class RequestBuilder:
         return SamplingParams(
             max_tokens=max_tokens,
             # A seed is taken as 64 bits, a negative one by its two's complement.
-            seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+            seed=self._seeds.getrandbits(63) if fields.seed is None else fields.seed,
             temperature=float(fields.temperature),
             top_p=float(fields.top_p),
             top_k=0 if fields.top_k < 0 else min(fields.top_k, self._tokenizer.vocab_size),

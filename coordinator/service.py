@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import time
-from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -80,7 +79,8 @@ async def _serve(settings: CoordinatorSettings, tokenizer: Tokenizer, listener: 
         tokenizer,
         metrics,
         served_models=(settings.model_name,),
-        tiers=tuple(settings.all_tiers),
+        tiers={name: tier.priority for name, tier in settings.all_tiers.items()},
+        seed=settings.seed,
         api_keys=settings.api_keys,
         front=FRONT,
         limits=Limits(max_body_bytes=settings.max_body_size),

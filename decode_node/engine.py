@@ -5,13 +5,14 @@ from __future__ import annotations
 from common.batching import BatchingCore
 from common.config import WorkerSettings
 from decode_node.worker import DecodeWorker
+from kernels.loading import load_for_worker
 from transfer.receiver import TransferReceiver
 from transfer.worker_process import run_worker
 
 
 def run(settings: WorkerSettings) -> int:
     """Serves until SIGTERM; the exit code. Raises StartupError."""
-    return run_worker(settings, "decode", _make_worker)
+    return run_worker(settings, "decode", load_for_worker, _make_worker)
 
 
 def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> DecodeWorker:

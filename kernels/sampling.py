@@ -1,4 +1,4 @@
-"""From fp32 logits to tokens and log-probabilities, each row by itself. Pure.
+"""From fp32 logits to tokens and log-probabilities, each row by itself.
 
 Order: repetition, presence and frequency penalties, logit bias, min-tokens ban, grammar mask, temperature, top-k,
 top-p, min-p; then one uniform number picks the first id whose cumulative probability, in id order and float64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.batching import BatchingCore
 from common.config import WorkerSettings
+from kernels.loading import load_for_worker
 from prefill_node.worker import PrefillWorker
 from transfer.sender import TransferSender
 from transfer.worker_process import run_worker
@@ -11,7 +12,7 @@ from transfer.worker_process import run_worker
 
 def run(settings: WorkerSettings) -> int:
     """Serves until SIGTERM; the exit code. Raises StartupError."""
-    return run_worker(settings, "prefill", _make_worker)
+    return run_worker(settings, "prefill", load_for_worker, _make_worker)
 
 
 def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> PrefillWorker:

@@ -192,7 +192,9 @@ class Links:
         while True:
             frames = await self._data.recv_multipart(copy=False)
             if len(frames) != 2:
-                self._inbox.violated(ProtocolViolation(f"{len(frames)} frames where a block and its header belong"))
+                self._inbox.violated(
+                    ProtocolViolation(f"{len(frames)} frames where a block and its header belong")
+                )
                 continue
             read = self._inbox.read(frames[1].buffer)
             if read is None:

@@ -1,6 +1,7 @@
 """A worker process from settings to exit code: loads the model, binds, builds the pure worker, runs the loop.
 
-What differs by role comes in as a function that makes the pure worker.
+How a model is loaded comes in as a function (this folder knows `kernels` for the cache alone), and so does what
+differs by role: how the pure worker is made.
 
 Why here: both nodes need it and may not import each other, `common` has no sockets and `kernels` no settings.
 """
@@ -15,10 +16,11 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
 
 import uvloop
 
@@ -30,14 +32,56 @@ from common.fingerprint import Fingerprint, Value, digest
 from common.messages import PROTOCOL_MAJOR, PeerAddress, Register, Role, Sender
 from common.request import Incarnation, TokenLogprobs
 from common.version import VERSION
-from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
-from kernels.runner import ModelRunner, load_runner
-from kernels.step import StepResult
-from kernels.weights import find_model
+from kernels.cache import PagedCache
 from transfer.links import Links
 from transfer.worker_loop import PureWorker, WorkerLoop
 
 log = logging.getLogger(__name__)
+
+
+class LogprobLike(Protocol):
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+
+
+class StepResult(Protocol):
+    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked)."""
+
+    @property
+    def ids(self) -> Seq[tuple[int, ...]]: ...
+    @property
+    def logprobs(self) -> Seq[Seq[LogprobLike] | None]: ...
+
+
+class Runner(Protocol):
+    """What this file needs of `kernels.runner.ModelRunner`."""
+
+    cache: PagedCache
+    max_model_len: int
+    max_num_seqs: int
+
+    def describe(self) -> dict[str, str | int | float]: ...
+    def run(self, batch: Batch) -> StepResult: ...
+
+
+class LoadModel(Protocol):
+    """`kernels.loading.load_for_worker`: the model's folder and its runner."""
+
+    def __call__(
+        self,
+        *,
+        model: str | None,
+        dtype: str,
+        device: str,
+        block_size: int,
+        num_blocks: int | None,
+        kv_cache_bytes: int,
+        max_num_seqs: int,
+        max_model_len: int | None,
+        threads: int,
+    ) -> tuple[Path, Runner]: ...
 
 
 MakeNode = Callable[[BatchingCore, str, int], PureWorker]
@@ -55,27 +99,21 @@ class Row:
 NOTHING = Row((), None)
 
 
-def run_worker(settings: WorkerSettings, role: Role, make_node: MakeNode) -> int:
+def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
     threads = settings.threads or os.cpu_count() or 1
     started = time.monotonic()
-    model, runner = _load(settings, threads)
+    model, runner = _load(settings, threads, load)
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
     uvloop.run(_serve(settings, role, runner, model, threads, make_node))
     return 0
 
 
-def _load(settings: WorkerSettings, threads: int) -> tuple[Path, ModelRunner]:
-    """The model's folder and the loaded model. Raises ModelCannotBeLoaded with what is wrong."""
+def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path, Runner]:
+    """Raises ModelCannotBeLoaded with what is wrong."""
     try:
-        if settings.model is None:
-            with terminal_progress() as progress:
-                model = ensure_default_model(progress)
-        else:
-            model = find_model(settings.model)
-        log.info("loading %s", model)
-        runner = load_runner(
-            str(model),
+        return load(
+            model=settings.model,
             dtype=settings.dtype,
             device=settings.device,
             block_size=settings.block_size,
@@ -84,22 +122,15 @@ def _load(settings: WorkerSettings, threads: int) -> tuple[Path, ModelRunner]:
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             threads=threads,
-            progress=_log_quarters,
         )
-    except (ValueError, OSError, RuntimeError, DefaultModelError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise ModelCannotBeLoaded(f"the model cannot be loaded: {error}") from error
-    return model, runner
-
-
-def _log_quarters(stage: str, done: int, total: int) -> None:
-    if total and done and done * 4 // total > (done - 1) * 4 // total:
-        log.info("loading: %d of %d %s", done, total, stage)
 
 
 async def _serve(
-    settings: WorkerSettings, role: Role, runner: ModelRunner, model: Path, threads: int, make_node: MakeNode
+    settings: WorkerSettings, role: Role, runner: Runner, model: Path, threads: int, make_node: MakeNode
 ) -> None:
-    layout = runner.layout
+    layout = runner.cache.layout
     me = Sender(settings.worker_id or f"{role}-{os.getpid()}", Incarnation(time.time_ns() // 1000))
     fingerprint = fingerprint_of(runner, model)
     core = BatchingCore(
@@ -129,7 +160,7 @@ async def _serve(
     await loop.run(settings.coordinator)
 
 
-def fingerprint_of(runner: ModelRunner, model: Path) -> Fingerprint:
+def fingerprint_of(runner: Runner, model: Path) -> Fingerprint:
     """All that must be equal in two workers that exchange KV: the runner's facts, protocol and tokenizer."""
     facts: dict[str, Value] = dict(runner.describe())
     tokenizer = model / "tokenizer.json"
@@ -142,12 +173,12 @@ def fingerprint_of(runner: ModelRunner, model: Path) -> Fingerprint:
 def _card(
     settings: WorkerSettings,
     role: Role,
-    runner: ModelRunner,
+    runner: Runner,
     address: PeerAddress,
     fingerprint: Fingerprint,
     threads: int,
 ) -> Register:
-    layout = runner.layout
+    layout = runner.cache.layout
     return Register(
         role=role,
         fingerprint=dict(fingerprint),
@@ -174,7 +205,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def run_isolating(runner: ModelRunner, batch: Batch) -> tuple[Sequence[RowResult], dict[int, str]]:
+def run_isolating(runner: Runner, batch: Batch) -> tuple[Seq[RowResult], dict[int, str]]:
     """Runs a step. When it raises, each row is tried alone: those that raise again are named, the others go on.
 
     Rows may be computed again without harm: the same tokens give the same KV in the same places.
@@ -220,5 +251,3 @@ def _rows(result: StepResult) -> list[RowResult]:
         said = None if logprobs is None else tuple(TokenLogprobs(one.logprob, one.top) for one in logprobs)
         rows.append(Row(ids, said) if ids else NOTHING)
     return rows
-
-

@@ -31,7 +31,7 @@ def running_server(tokenizer: Tokenizer) -> Iterator[Served]:
         tokenizer,
         gateway.metrics,
         served_models=("smol", "alias"),
-        tiers=("default", "fast"),
+        tiers={"default": 0, "fast": 0},
         limits=LIMITS,
     )
     with serving(app, gateway) as served:

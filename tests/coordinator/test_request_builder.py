@@ -27,7 +27,7 @@ def gateway() -> ScriptedGateway:
 
 @pytest.fixture
 def builder(tokenizer: Tokenizer, gateway: ScriptedGateway) -> RequestBuilder:
-    return RequestBuilder(gateway, tokenizer, ("m", "n"), ("default", "fast"), FrontId("f"))
+    return RequestBuilder(gateway, tokenizer, ("m", "n"), {"default": 0, "fast": -2}, FrontId("f"))
 
 
 def text(builder: RequestBuilder, tenant: str | None = None, **change: Any) -> Job:
@@ -80,7 +80,7 @@ def test_every_setting_arrives(builder: RequestBuilder) -> None:
     assert sampling.logit_bias == ((0, 5.0), (7, -100.0))
     assert (sampling.end_token_ids, sampling.logprobs) == ((2, 4, 9), 4)
     request = job.request
-    assert (request.tier, request.priority, request.cache_salt, request.tenant) == ("fast", -3, "s", "u")
+    assert (request.tier, request.priority, request.cache_salt, request.tenant) == ("fast", -5, "s", "u")
     assert request.front == "f"
     assert request.request_id.startswith("cmpl")
     assert (job.model, job.stops, job.stream, job.include_usage) == ("n", ("a", "b"), True, True)
@@ -135,6 +135,17 @@ def test_ids_are_the_prompt(builder: RequestBuilder) -> None:
 @pytest.mark.parametrize("prompt", ["", [""]])
 def test_an_empty_prompt(builder: RequestBuilder, prompt: Any) -> None:
     assert refused(text, builder, prompt=prompt).param == "prompt"
+
+
+def test_a_seed_given_at_start_makes_the_seeds_of_requests_without_one(
+    gateway: ScriptedGateway, tokenizer: Tokenizer
+) -> None:
+    def first_seeds(seed: int) -> list[int]:
+        made = RequestBuilder(gateway, tokenizer, ("m",), {"default": 0}, FrontId("f"), seed)
+        return [text(made, model="m").request.sampling.seed for _ in range(3)]
+
+    assert first_seeds(7) == first_seeds(7)
+    assert first_seeds(7) != first_seeds(8)
 
 
 def test_models_and_tiers(builder: RequestBuilder) -> None:
@@ -221,7 +232,7 @@ FIELDS = sorted(
 @given(changes=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=3))
 def test_any_value_of_any_field_is_taken_or_refused(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
     """Never another exception, always a field's name, and what is taken can travel."""
-    builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), ("default",), FrontId("f"))
+    builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), {"default": 0}, FrontId("f"))
     for base, build in ((CHAT, builder.chat), (TEXT, builder.text)):
         try:
             job = asyncio.run(build(base | changes, None))

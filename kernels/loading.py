@@ -1,0 +1,62 @@
+"""From a model's name to a runner that serves it: what a worker process calls once, at its start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
+from kernels.runner import ModelRunner, load_runner
+from kernels.weights import find_model
+
+log = logging.getLogger(__name__)
+
+
+class ModelUnusable(RuntimeError):
+    """The model is not there, or asks for something that is not honoured here; the message says which."""
+
+
+def load_for_worker(
+    *,
+    model: str | None,
+    dtype: str,
+    device: str,
+    block_size: int,
+    num_blocks: int | None,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    threads: int,
+) -> tuple[Path, ModelRunner]:
+    """The model's folder and its runner; None is the default model, fetched on first use.
+
+    Progress goes to the log, a quarter at a time. Raises ModelUnusable.
+    """
+    try:
+        folder = _default_model() if model is None else find_model(model)
+        log.info("loading %s", folder)
+        runner = load_runner(
+            str(folder),
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            threads=threads,
+            progress=_log_quarters,
+        )
+    except (ValueError, OSError, RuntimeError, DefaultModelError) as error:
+        raise ModelUnusable(str(error)) from error
+    return folder, runner
+
+
+def _default_model() -> Path:
+    with terminal_progress() as progress:
+        return ensure_default_model(progress)
+
+
+def _log_quarters(stage: str, done: int, total: int) -> None:
+    if total and done and done * 4 // total > (done - 1) * 4 // total:
+        log.info("loading: %d of %d %s", done, total, stage)
