@@ -106,10 +106,17 @@ ALWAYS float rounded(float x, int dtype) {
 #pragma GCC pop_options
 #define WITH_X86 1
 #endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#endif
 #define ISA 0
 #define SUFFIX _plain
 #include "lanes.h"
 #include "kernels.h"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
 
 static const kernel_table *kernels = &table_plain;
 

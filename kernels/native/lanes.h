@@ -6,7 +6,11 @@
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(f) PASTE(f, SUFFIX)
+#if ISA
 #define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static __attribute__((unused)) /* compiled once each: specialised copies took half a minute */
+#endif
 
 #if ISA == 512
 typedef __m512 NAME(vf);
