@@ -314,8 +314,8 @@ class Cluster:
         tracked.command = None
         if message.outcome == "handed_over":
             self._room_made = True
-            self._router.prefilled(tracked.id, worker_id)
-            tracked.handed_over = True
+            if not tracked.handed_over:  # its word may come before the decode worker's own
+                self._owned(tracked, now)
             return []
         if message.outcome in ("finished", "unknown"):
             return []  # the front has the last token, or `unheld_after_s` finds out that it has not

@@ -32,7 +32,9 @@ def ask_all(service: Service, text_ids: list[int]) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", BUILDS)
-def test_every_build_says_the_same(dtype: str, text_ids: list[int], tmp_path: Path, smollm2_dir: Path) -> None:
+def test_every_build_says_the_same(
+    dtype: str, text_ids: list[int], tmp_path: Path, smollm2_dir: Path
+) -> None:
     wanted: list[dict[str, Any]] = []
     for number, flags in enumerate(BUILDS[dtype]):
         memory = ["--kv-cache-memory", "256MiB"]

@@ -40,7 +40,9 @@ def test_a_burst_is_served_or_told_when_to_come_back(small: Service, text_ids: l
     small.until_idle()
     assert small.metric("requests_rejected_total") == statuses.count(429)
     served = [
-        (p, a.json()["choices"][0]["text"]) for p, a in zip(prompts, answers, strict=True) if a.status_code == 200
+        (p, a.json()["choices"][0]["text"])
+        for p, a in zip(prompts, answers, strict=True)
+        if a.status_code == 200
     ]
     for prompt, text in served[:6]:
         assert small.complete(prompt, max_tokens=12, ignore_eos=True)["text"] == text

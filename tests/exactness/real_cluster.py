@@ -101,6 +101,8 @@ class RealCluster(VirtualCluster):
             num_decode=decode,
             prefill_shape=prefill_shape,
             decode_shape=decode_shape,
+            # A chunk costs little more than a decode step, so that requests that come together run together.
+            step_time=StepTime(0.008, 0.0005, 0.00001),
         )
         self.run(until=1.0)  # everybody has registered
 
@@ -136,7 +138,7 @@ class RealCluster(VirtualCluster):
 
     def settle(self) -> None:
         """Hand-overs are confirmed and every block is back; the books agree."""
-        self.run(until=self.now + 2.0)
+        self.run(until=self.now + 6.0)  # a cancellation is said three times to a worker that is dead
         self.check_idle()
 
     def counted(self, name: str, counter: str) -> float:

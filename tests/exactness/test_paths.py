@@ -108,16 +108,15 @@ def test_migration_from_a_decode_worker_that_died(
     make = pools if path == "pools" else collocated
     cluster: RealCluster = make(model, chunk=128, decode=2)
     answers = [cluster.open(ask) for ask in asks]
-    cluster.run_until(lambda: all(len(answer.ids) >= 5 for answer in answers))
+    cluster.run_until(lambda: all(len(answer.ids) >= 4 for answer in answers))
     assert all(answer.end is None for answer in answers)
-    cluster.kill("decode-0")
+    cluster.kill(max(("decode-0", "decode-1"), key=lambda name: len(cluster.worker(name).node.live_keys())))
     cluster.run_until(lambda: all(answer.end is not None for answer in answers))
     cluster.settle()
     check(asks, [Said(tuple(a.ids), tuple(a.logprobs), a.end) for a in answers], wanted)
-    taken_up = [
-        t for t in map(cluster.cluster.tracker.timeline, list(cluster.answers), [cluster.now] * 5) if t
-    ]
-    assert sum(t["attempts"] == 2 for t in taken_up) >= 2, "nobody migrated"
+    timelines = [cluster.cluster.tracker.timeline(request_id, cluster.now) for request_id in cluster.answers]
+    attempts = [timeline["attempts"] for timeline in timelines if timeline is not None]
+    assert sum(count > 1 for count in attempts) >= 2, "nobody migrated"
 
 
 def test_a_different_seed_is_a_different_answer(
