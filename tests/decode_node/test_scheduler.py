@@ -1,0 +1,429 @@
+"""Decode scheduling told as numbered stories; each ends with an empty scheduler and a whole pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from common.batching import Batch, Sequence
+from common.lifecycle import Phase
+from common.request import Key, pack_ids
+from decode_node.scheduler import ASKS_FOR_S, MAX_PASSES, MIN_CHUNK, DecodeScheduler, Outcome
+from tests.common.stepping import (
+    BLOCK,
+    CHUNK,
+    attempt,
+    check_whole,
+    expected,
+    make_core,
+    model_for,
+    prompt,
+    request,
+)
+
+
+class Bench:
+    """A scheduler, a virtual model, and what each answer came to."""
+
+    def __init__(self, num_blocks: int = 64, *, max_num_seqs: int = 8, caching: bool = True) -> None:
+        self.core = make_core(num_blocks, max_num_seqs=max_num_seqs, caching=caching)
+        self.scheduler = DecodeScheduler(self.core)
+        self.model = model_for(self.core)
+        self.now = 0.0
+        self.answers: dict[Key, list[int]] = {}
+        self.wanted: dict[Key, list[int]] = {}
+        self.preempted: Counter[Key] = Counter()
+        self.revoked: list[Key] = []
+
+    def _expect(self, seq: Sequence, ids: list[int], max_tokens: int) -> Key:
+        self.wanted[seq.key] = expected(ids, max_tokens)
+        self.answers[seq.key] = []
+        return seq.key
+
+    def add(self, name: str, ids: list[int], max_tokens: int = 5, *, priority: int = 0) -> Key:
+        """To prefill here."""
+        wanted = request(name, ids, max_tokens, priority=priority)
+        return self._expect(self.scheduler.add(wanted, attempt(), b"", self.now), ids, max_tokens)
+
+    def reserve(self, name: str, ids: list[int], max_tokens: int = 5) -> Key | None:
+        """An offer; the key if there is room."""
+        seq = self.scheduler.reserve(request(name, ids, max_tokens), attempt(), b"", self.now)
+        return None if seq is None else self._expect(seq, ids, max_tokens)
+
+    def deliver(self, key: Key) -> None:
+        """The blocks are there (written as the transfer would), with the first token."""
+        seq = self.scheduler._reserved[key]
+        for position, token in enumerate(seq.tokens):
+            content = self.model.content[seq.blocks[position // BLOCK]]
+            if position >= seq.cached_tokens:
+                if position % BLOCK == 0:
+                    content.clear()
+                content.append(token)
+        first = self.wanted[key][0]
+        self.scheduler.deliver(key, first, self.now)
+        self.answers[key].append(first)
+
+    def transferred(self, name: str, ids: list[int], max_tokens: int = 5) -> Key:
+        key = self.reserve(name, ids, max_tokens)
+        assert key is not None
+        self.deliver(key)
+        return key
+
+    def schedule(self) -> Batch | None:
+        self.now += 1.0
+        batch = self.scheduler.schedule(self.now)
+        self.revoked += self.scheduler.revoked
+        self.scheduler.revoked.clear()
+        self.scheduler.started.clear()
+        return batch
+
+    def finish(self, batch: Batch) -> list[Outcome]:
+        outcomes = self.scheduler.finish(batch, self.model.run(batch), self.now)
+        for outcome in outcomes:
+            self.answers[outcome.seq.key].append(outcome.token)
+            if outcome.finish is not None:
+                self.preempted[outcome.seq.key] = outcome.seq.preemptions
+                self.scheduler.end(outcome.seq.key, Phase.FINISHED, self.now)
+        return outcomes
+
+    def step(self) -> Batch | None:
+        batch = self.schedule()
+        if batch is not None:
+            self.finish(batch)
+        return batch
+
+    def to_the_end(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not len(self.scheduler):
+                return
+            assert self.step() is not None, "idle with somebody waiting"
+        raise AssertionError("does not come to an end")
+
+    def check_exact_and_empty(self) -> None:
+        assert self.answers == self.wanted
+        assert len(self.scheduler) == 0 and self.scheduler.queued_tokens == 0
+        check_whole(self.core)
+
+
+# ---------------------------------------------------------------- the good path
+
+
+def test_story_of_a_transferred_request() -> None:
+    """1 reserved with its next token's place  2 delivered  3 joins the next step  4 one token a step  5 ended."""
+    bench = Bench()
+    key = bench.reserve("a", prompt(8), 6)
+    assert key is not None and bench.core.pool.held == 3, "eight tokens and the next one"
+    assert bench.step() is None and bench.scheduler.get(key) is None and key in bench.scheduler
+    bench.deliver(key)
+    for step in range(5):
+        batch = bench.step()
+        assert batch is not None and batch.counts == [1] and len(bench.answers[key]) == step + 2
+    bench.check_exact_and_empty()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    "length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1]
+)
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
+def test_local_prefill_at_chunk_and_block_boundaries(length: int, max_tokens: int, caching: bool) -> None:
+    """BR-072: exactly 1, 2, 3 tokens, whatever the prompt's length."""
+    bench = Bench(caching=caching)
+    bench.add("a", prompt(length), max_tokens)
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_block_aligned_prompts_with_every_block_here(blocks: int) -> None:
+    """BR-062: by transfer nothing is wanted; by local prefill the last token is computed anew."""
+    bench = Bench()
+    ids = prompt(blocks * BLOCK)
+    bench.add("cold", ids)
+    bench.to_the_end()
+    key = bench.reserve("transferred", ids)
+    assert key is not None
+    assert bench.scheduler._reserved[key].cached_tokens == len(ids)
+    bench.deliver(key)
+    local = bench.add("local", ids)
+    bench.to_the_end()
+    assert bench.answers[local] == bench.answers[key]
+    bench.check_exact_and_empty()
+
+
+def test_sequences_join_and_leave_between_steps() -> None:
+    bench = Bench()
+    bench.transferred("a", prompt(5), 4)
+    bench.step()
+    bench.transferred("b", prompt(6, 60), 8)
+    sizes = []
+    while len(bench.scheduler):
+        batch = bench.step()
+        assert batch is not None
+        sizes.append(len(batch.rows))
+    assert sizes == [2, 2, 1, 1, 1, 1, 1]
+    bench.check_exact_and_empty()
+
+
+def test_a_batch_is_a_delta() -> None:
+    """Joined once, grown by the block, left once; a slot that is taken over leaves and joins in one batch."""
+    bench = Bench(max_num_seqs=1)
+    bench.transferred("a", prompt(6), 11)
+    first = bench.schedule()
+    assert first is not None and len(first.joined) == 1 and first.left == [] and first.grown == []
+    bench.finish(first)
+    grown = []
+    while len(bench.scheduler):
+        batch = bench.step()
+        assert batch is not None and batch.joined == [] and batch.left == []
+        grown += batch.grown
+    assert [len(blocks) for _, blocks in grown] == [1, 1]
+    bench.transferred("b", prompt(3, 70))
+    batch = bench.schedule()
+    assert batch is not None and batch.left == [0] and [joined.slot for joined in batch.joined] == [0]
+    bench.finish(batch)
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_decodes_first_then_chunks_in_what_is_left() -> None:
+    """BR-069: running streams get a token in every step; a full batch leaves a chunk its minimum."""
+    bench = Bench(num_blocks=200)
+    for number in range(4):
+        bench.transferred(f"d{number}", prompt(4, 10 * number), 40)
+    bench.step()
+    bench.add("long", prompt(100, 1000))
+    batch = bench.step()
+    assert batch is not None and batch.counts == [1, 1, 1, 1, max(CHUNK - 4, MIN_CHUNK)]
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_ends_with_an_end_id() -> None:
+    bench = Bench()
+    stop_at = expected(prompt(5), 4)[3]
+    wanted = request("a", prompt(5), 50, end_ids=(stop_at,))
+    seq = bench.scheduler.add(wanted, attempt(), b"", 0.0)
+    bench.wanted[seq.key], bench.answers[seq.key] = expected(prompt(5), 4), []
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_a_next_attempt_counts_the_tokens_before() -> None:
+    """BR-077: 20 of 50 are out."""
+    bench = Bench()
+    done = expected(prompt(9), 20)
+    seq = bench.scheduler.add(request("a", prompt(9), 50), attempt(2), pack_ids(done), 0.0)
+    bench.wanted[seq.key], bench.answers[seq.key] = expected(prompt(9), 50), done
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+# ---------------------------------------------------------------- out of blocks
+
+
+def test_story_of_preemption() -> None:
+    """1 three grow until no block is left  2 the last by arrival is put out  3 the others go on  4 it comes back,
+    before anybody new, and its answer is the same (BR-055, BR-057, BR-065)."""
+    bench = Bench(num_blocks=12)
+    keys = [bench.transferred(name, prompt(6, 100 * n), 20) for n, name in enumerate("abc")]
+    while not bench.scheduler.preemptions:
+        bench.step()
+    (out,) = [seq for seq in bench.scheduler.sequences() if seq.life.phase is Phase.PREEMPTED]
+    assert out.key == keys[2]
+    assert bench.reserve("new", prompt(1)) is None, "while somebody waits to come back"
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+    assert bench.preempted[keys[0]] == 0
+
+
+def test_a_lower_class_is_put_out_first() -> None:
+    bench = Bench(num_blocks=8)
+    low = bench.add("low", prompt(6), 20, priority=5)
+    bench.step()
+    high = bench.add("high", prompt(6, 500), 20, priority=0)
+    bench.to_the_end()
+    assert bench.preempted[low] >= 1 and bench.preempted[high] == 0
+    bench.check_exact_and_empty()
+
+
+def test_undelivered_reservations_are_revoked_before_anybody_is_put_out() -> None:
+    """The prefill worker still has every block, so nothing is lost; the newest goes first."""
+    bench = Bench(num_blocks=12)
+    bench.transferred("running", prompt(6), 40)
+    early, late = bench.reserve("early", prompt(10, 300)), bench.reserve("late", prompt(10, 400))
+    assert early is not None and late is not None
+    while not bench.revoked:
+        bench.step()
+    assert bench.revoked == [late] and late not in bench.scheduler and bench.scheduler.preemptions == 0
+    while len(bench.revoked) < 2:
+        bench.step()
+    assert bench.revoked == [late, early]
+    del bench.wanted[early], bench.wanted[late], bench.answers[early], bench.answers[late]
+    bench.to_the_end()
+    assert bench.scheduler.preemptions == 0
+    bench.check_exact_and_empty()
+
+
+def test_delivered_but_not_joined_can_be_put_out_too() -> None:
+    """BR-004, BR-047: its KV has come, no slot was free, now its blocks are needed: it recomputes."""
+    bench = Bench(num_blocks=9, max_num_seqs=2)
+    running = bench.add("running", prompt(6), 26)
+    bench.step()
+    waits = bench.transferred("waits", prompt(6, 300), 5)
+    seq = bench.scheduler.get(waits)
+    assert seq is not None
+    bench.core._free_slots.clear()  # as if the other slot were taken
+    while seq.life.phase is not Phase.PREEMPTED:
+        bench.step()
+    bench.core._free_slots.append(1)
+    bench.to_the_end()
+    assert bench.preempted[waits] >= 1 and bench.preempted[running] == 0
+    bench.check_exact_and_empty()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_that_each_need_nearly_the_whole_pool(order: tuple[int, int]) -> None:
+    bench = Bench(num_blocks=20)
+    asks = [(prompt(40), 40), (prompt(60, 500), 20)]
+    for index in order:
+        ids, max_tokens = asks[index]
+        bench.add(f"r{index}", ids, max_tokens)
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_steady_pressure_does_not_put_the_same_one_out_again_and_again() -> None:
+    """BR-066: preemptions per request stay few, and no running row is skipped in any step."""
+    bench = Bench(num_blocks=30, max_num_seqs=6)
+    for number in range(24):
+        bench.add(f"r{number}", prompt(9 + number % 5, 50 * number), 24)
+    while len(bench.scheduler):
+        running = {seq.key for seq in bench.scheduler.sequences() if seq.life.phase is Phase.DECODING}
+        batch = bench.schedule()
+        assert batch is not None
+        still = {key for key in running if (s := bench.scheduler.get(key)) and s.life.phase is Phase.DECODING}
+        assert still <= {row.key for row in batch.rows}
+        bench.finish(batch)
+    assert max(bench.preempted.values()) <= 4, bench.preempted
+    bench.check_exact_and_empty()
+
+
+def test_watermark_holds_for_transfers_and_local_prefills() -> None:
+    """One block is left for each that runs."""
+    bench = Bench(num_blocks=10)
+    for number in range(2):
+        bench.transferred(f"d{number}", prompt(7, 40 * number), 6)
+    bench.step()
+    assert bench.core.pool.available == 6
+    assert bench.reserve("large", prompt(17, 900)) is None, "would leave one block for two"
+    assert bench.core.pool.held == 4, "what was tried was given back"
+    bench.add("local", prompt(18, 900), 2)
+    bench.step()
+    assert bench.scheduler.num_local_waiting == 1
+    assert bench.reserve("fits", prompt(3, 950)) is not None
+    bench.scheduler.end(bench.scheduler.keys()[-1], Phase.ABORTED, bench.now)
+    bench.wanted.popitem(), bench.answers.popitem()
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_a_large_transfer_is_not_passed_for_ever() -> None:
+    """BR-068: it may be overtaken MAX_PASSES times; then room is kept for it, as long as it goes on asking."""
+    bench = Bench(num_blocks=20, max_num_seqs=64)
+    held = bench.reserve("held", prompt(39))
+    assert held is not None
+    large = prompt(60, 5000)
+
+    def small(number: int) -> Key | None:
+        key = bench.reserve(f"s{number}", prompt(3, number))
+        if key is not None:
+            bench.scheduler.end(key, Phase.ABORTED, bench.now)
+        return key
+
+    taken = 0
+    for number in range(MAX_PASSES + 10):
+        assert bench.reserve("large", large) is None
+        taken += small(number) is not None
+    assert taken == MAX_PASSES
+    bench.scheduler.end(held, Phase.ABORTED, bench.now)
+    assert small(1000) is None and bench.reserve("large", large) is not None
+    assert small(1001) is not None
+    bench.scheduler.end(bench.scheduler.keys()[0], Phase.ABORTED, bench.now)
+
+    again = bench.reserve("held", prompt(70))
+    assert again is not None
+    for number in range(MAX_PASSES + 10):
+        bench.reserve("gone", large)
+        small(2000 + number)
+    assert small(3000) is None
+    bench.now += ASKS_FOR_S + 0.1
+    assert small(3001) is not None, "who asks no more is forgotten"
+    bench.scheduler.end(again, Phase.ABORTED, bench.now)
+    check_whole(bench.core)
+    assert len(bench.scheduler) == 0
+
+
+# ---------------------------------------------------------------- going out early
+
+STATIONS = ["reserved", "delivered", "decoding", "waiting", "prefilling", "preempted"]
+
+
+def bring_to(bench: Bench, station: str) -> Key:
+    if station in ("reserved", "delivered", "decoding"):
+        key = bench.reserve("x", prompt(10), 30)
+        assert key is not None
+        if station != "reserved":
+            bench.deliver(key)
+        if station == "decoding":
+            bench.step()
+        return key
+    if station == "preempted":
+        bench.transferred("before", prompt(6, 700), 20)
+    key = bench.add("x", prompt(40 if station == "prefilling" else 10), 30)
+    while station == "preempted" and not bench.scheduler.preemptions:
+        bench.step()
+    if station == "prefilling":
+        bench.step()
+    return key
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_ended_at_every_station(station: str) -> None:
+    """BR-004: every queue has a way out."""
+    bench = Bench(num_blocks=12 if station == "preempted" else 64)
+    key = bring_to(bench, station)
+    assert bench.scheduler.end(key, Phase.ABORTED, bench.now) is not None
+    assert bench.scheduler.end(key, Phase.ABORTED, bench.now) is None
+    del bench.wanted[key], bench.answers[key]
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+@pytest.mark.parametrize("station", ["decoding", "prefilling"])
+def test_ended_while_its_step_is_out(station: str) -> None:
+    """BR-006: blocks and slot stay until the step is back; the neighbour does not notice."""
+    bench = Bench()
+    key = bring_to(bench, station)
+    bench.transferred("witness", prompt(7, 900), 9)
+    batch = bench.schedule()
+    assert batch is not None and key in {row.key for row in batch.rows}
+    held, slots = bench.core.pool.held, bench.core.free_slots
+    bench.scheduler.end(key, Phase.ABORTED, bench.now)
+    assert (bench.core.pool.held, bench.core.free_slots) == (held, slots)
+    assert {outcome.seq.key[0] for outcome in bench.finish(batch)} == {"witness"}
+    del bench.wanted[key], bench.answers[key]
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_what_a_recompute_finds_again_is_not_reported_as_cached() -> None:
+    bench = Bench(num_blocks=12)
+    for number in range(3):
+        bench.add(f"r{number}", prompt(8, 100 * number), 20)
+    seqs = bench.scheduler.sequences()
+    bench.to_the_end()
+    assert any(seq.preemptions for seq in seqs)
+    assert [seq.cached_tokens for seq in seqs] == [0, 0, 0]
+    bench.check_exact_and_empty()

@@ -1,0 +1,417 @@
+"""A decode worker by its messages and frames: what it answers, says and keeps in every phase of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.batching import BatchingCore
+from common.effects import Effect, ToCoordinator, ToFront, ToSender
+from common.messages import (
+    Abort,
+    Accept,
+    Accepted,
+    Block,
+    Cancel,
+    Cancelled,
+    Decode,
+    Delivered,
+    Ended,
+    Handover,
+    Later,
+    Message,
+    Nack,
+    Offer,
+    Refused,
+    Revoke,
+    Started,
+    Stop,
+    Tokens,
+)
+from common.request import Key, Request, WorkerId, pack_ids
+from decode_node.worker import DecodeWorker
+from tests.common.stepping import (
+    BLOCK,
+    COORDINATOR,
+    attempt,
+    check_whole,
+    expected,
+    make_core,
+    model_for,
+    prompt,
+    request,
+)
+from transfer.receiver import TransferReceiver
+
+P = WorkerId("prefill-0")
+Q = WorkerId("prefill-1")
+BLOCK_BYTES = 100
+
+
+class Bench:
+    def __init__(self, core: BatchingCore | None = None, max_waiting: int = 256) -> None:
+        self.core = core or make_core()
+        self.receiver = TransferReceiver(block_bytes=BLOCK_BYTES)
+        self.worker = DecodeWorker(
+            self.core, self.receiver, fingerprint="fp", block_bytes=BLOCK_BYTES, max_waiting=max_waiting
+        )
+        self.model = model_for(self.core)
+        self.now = 0.0
+
+    def hear(self, message: Message, sender: WorkerId = COORDINATOR) -> list[Message]:
+        return self.note(self.worker.handle(message, sender, self.now))
+
+    def note(self, effects: list[Effect]) -> list[Message]:
+        return [
+            effect.message for effect in effects if isinstance(effect, (ToCoordinator, ToFront, ToSender))
+        ]
+
+    def turn(self) -> list[Message]:
+        return self.note(self.worker.turn(self.now))
+
+    def step(self) -> list[Message]:
+        self.now += 0.1
+        batch = self.worker.schedule(self.now)
+        said = self.turn()
+        if batch is not None:
+            said += self.note(self.worker.finish(batch, self.model.run(batch), 0.1, self.now))
+        return said + self.turn()
+
+    def offer(
+        self, wanted: Request, number: int = 1, sender: WorkerId = P, fingerprint: str = "fp"
+    ) -> list[Message]:
+        return self.hear(offer_of(wanted, number, fingerprint), sender)
+
+    def frames(self, wanted: Request, indices: list[int], *, good: bool = True, sender: WorkerId = P) -> None:
+        ids = prompt(wanted.prompt_tokens)
+        for index in indices:
+            header = Block(wanted.request_id, attempt(), index, 0, 0, BLOCK_BYTES)
+            block = self.worker.block(header, sender, good, self.now)
+            if block is not None:
+                self.model.content[block] = ids[index * BLOCK : (index + 1) * BLOCK]
+
+    def hand_over(self, wanted: Request, sender: WorkerId = P) -> list[Message]:
+        return self.hear(handover_of(wanted), sender) + self.turn()
+
+    def owned(self, wanted: Request) -> Key:
+        """Through a whole transfer."""
+        (accept,) = self.offer(wanted)
+        assert isinstance(accept, Accept)
+        self.frames(wanted, list(accept.wanted))
+        said = self.hand_over(wanted)
+        assert only(said, Delivered)
+        return accept.key
+
+    def check_empty(self) -> None:
+        assert self.worker.idle and self.receiver.settled and self.worker.live_keys() == []
+        assert not self.worker._senders and not self.worker._moved_bytes
+        check_whole(self.core)
+
+
+def offer_of(wanted: Request, number: int = 1, fingerprint: str = "fp") -> Offer:
+    return Offer(wanted.request_id, attempt(number), wanted, b"", wanted.prompt_tokens, b"", fingerprint)
+
+
+def handover_of(wanted: Request, number: int = 1) -> Handover:
+    first = expected(prompt(wanted.prompt_tokens), 1)
+    blocks = -(-wanted.prompt_tokens // BLOCK)
+    return Handover(wanted.request_id, attempt(number), pack_ids(first), None, blocks, 0)
+
+
+def only(messages: list[Message], *kinds: type[Message]) -> list[Message]:
+    return [message for message in messages if isinstance(message, kinds)]
+
+
+A = request("a", prompt(10), 4)
+KEY: Key = (A.request_id, attempt())
+
+
+def test_story_of_a_request() -> None:
+    """1 offered, accepted  2 blocks  3 handed over: delivered, started, first token repeated  4 tokens  5 ended."""
+    bench = Bench()
+    assert bench.offer(A) == [Accept(*KEY, (0, 1, 2), 8 << 20)]
+    bench.frames(A, [0, 1, 2])
+    said = bench.hand_over(A)
+    assert only(said, Delivered, Started) == [Delivered(*KEY), Started(*KEY, "decode_ready")]
+    rows = [row for m in said if isinstance(m, Tokens) for row in m.rows]
+    ends: list[Message] = []
+    while not bench.worker.idle:
+        said = bench.step()
+        rows += [row for m in said if isinstance(m, Tokens) for row in m.rows]
+        ends += only(said, Ended)
+    assert [(row.first, list(row.ids)) for row in rows] == [
+        (i, [t]) for i, t in enumerate(expected(prompt(10), 4))
+    ]
+    assert [row.finish for row in rows] == [None, None, None, "length"]
+    (ended,) = ends
+    assert isinstance(ended, Ended) and (ended.outcome, ended.transferred_bytes) == ("finished", 300)
+    assert bench.worker.records.counters.values["kv_transfer_bytes_total"] == 300
+    bench.check_empty()
+
+
+def test_blocks_of_the_second_like_request_are_here_already() -> None:
+    """BR-013: only the last, incomplete one is wanted; of a block-aligned prompt none is."""
+    bench = Bench()
+    key = bench.owned(A)
+    bench.hear(Abort(*key, "left"))
+    like = request("b", prompt(10), 4)
+    (accept,) = bench.offer(like)
+    assert isinstance(accept, Accept) and accept.wanted == (2,)
+    bench.hear(Abort(*accept.key, "left"))
+    aligned = request("c", prompt(8), 4)
+    (accept,) = bench.offer(aligned)
+    assert isinstance(accept, Accept) and accept.wanted == ()
+    assert only(bench.hand_over(aligned), Delivered)
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("repeat", [Offer, Handover])
+def test_repeated_after_delivery_means_delivered(repeat: type[Message]) -> None:
+    """The sender's view is behind, also when the answer has ended meanwhile."""
+    bench = Bench()
+    bench.owned(A)
+    message = offer_of(A) if repeat is Offer else handover_of(A)
+    assert bench.hear(message, P) == [Delivered(*KEY)]
+    while not bench.worker.idle:
+        bench.step()
+    assert bench.hear(message, P) == [Delivered(*KEY)]
+    bench.check_empty()
+
+
+def test_a_repeated_offer_gets_the_same_answer_and_no_second_reservation() -> None:
+    bench = Bench()
+    (first,) = bench.offer(A)
+    held = bench.core.pool.held
+    assert bench.offer(A) == [first] and bench.core.pool.held == held
+    (refused,) = bench.offer(A, sender=Q)
+    assert isinstance(refused, Refused), "another sender of the same attempt is not ours"
+    assert bench.hear(handover_of(A), Q) == [Refused(*KEY, "taken already")]
+    assert bench.hear(Cancel(*KEY, "x"), Q) == [Cancelled(*KEY)] and bench.core.pool.held == held
+    bench.hear(Cancel(*KEY, "x"), P)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize(
+    "wanted, fingerprint, reason",
+    [
+        (A, "other", "fingerprint other differs from fp"),
+        (request("a", prompt(200), 57), "fp", "needs 65 blocks, this worker has 64"),
+        (request("a", []), "fp", "the prompt is empty"),
+    ],
+)
+def test_what_can_never_be_taken_is_refused(wanted: Request, fingerprint: str, reason: str) -> None:
+    """BR-053, BR-144: also an answer that would outgrow the pool, which could only be preempted for ever."""
+    bench = Bench()
+    assert bench.offer(wanted, fingerprint=fingerprint) == [Refused(*KEY, reason)]
+    if fingerprint == "fp":
+        assert bench.hear(Decode(*KEY, wanted, b"")) == [Refused(*KEY, reason)]
+    bench.check_empty()
+
+
+def test_no_room_means_later() -> None:
+    bench = Bench(make_core(6))
+    key = bench.owned(A)
+    large = request("b", prompt(12, 900), 4)
+    (answer,) = bench.offer(large)
+    assert isinstance(answer, Later)
+    bench.hear(Abort(*key, "left"))
+    (answer,) = bench.offer(large)
+    assert isinstance(answer, Accept)
+    bench.hear(Cancel(*answer.key, "left"), P)
+    bench.check_empty()
+
+
+def test_a_bad_frame_is_nacked_not_counted_and_not_written() -> None:
+    bench = Bench()
+    bench.offer(A)
+    bench.frames(A, [0], good=False)
+    assert only(bench.turn(), Nack) == [Nack(*KEY, (0,), "checksum or size is wrong")]
+    counters = bench.worker.records.counters.values
+    assert counters["kv_checksum_failures_total"] == 1 and "kv_transfer_bytes_total" not in counters
+    assert bench.hand_over(A) == []
+    bench.frames(A, [0, 1, 2])
+    assert only(bench.turn(), Delivered)
+    bench.hear(Abort(*KEY, "left"))
+    bench.check_empty()
+
+
+def test_nothing_uncertain_is_published() -> None:
+    """BR-024: cancelled half way, the next like request wants every block."""
+    bench = Bench()
+    bench.offer(A)
+    bench.frames(A, [0, 1])
+    bench.turn()
+    bench.hear(Cancel(*KEY, "left"), P)
+    assert bench.core.pool.cached == 0
+    (accept,) = bench.offer(request("b", prompt(10), 4))
+    assert isinstance(accept, Accept) and accept.wanted == (0, 1, 2)
+    bench.hear(Cancel(*accept.key, "left"), P)
+    bench.check_empty()
+
+
+def test_a_cancelled_transfer_may_be_offered_again() -> None:
+    bench = Bench()
+    bench.offer(A)
+    assert bench.hear(Cancel(*KEY, "rebound"), P) == [Cancelled(*KEY)]
+    bench.check_empty()
+    bench.owned(A)
+    assert bench.hear(Cancel(*KEY, "late copy"), P) == [Cancelled(*KEY)]
+    assert bench.worker.live_keys() == [KEY], "what is delivered is ours"
+    bench.hear(Abort(*KEY, "left"))
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("output_ids", [b"", pack_ids([1, 2])])
+def test_a_handover_that_does_not_fit_its_offer_fails_that_request_only(output_ids: bytes) -> None:
+    bench = Bench()
+    witness = bench.owned(request("w", prompt(10), 3))
+    bench.offer(A)
+    bench.frames(A, [0, 1, 2])
+    said = bench.hear(Handover(*KEY, output_ids, None, 3, 0), P)
+    assert [type(m) for m in said] == [Cancel, Ended]
+    assert bench.worker.live_keys() == [witness]
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+def test_handover_of_what_is_not_here_is_revoked() -> None:
+    bench = Bench()
+    assert bench.hear(handover_of(A), P) == [Revoke(*KEY, "not accepted here")]
+    bench.check_empty()
+
+
+def test_reservations_give_way_to_what_runs() -> None:
+    bench = Bench(make_core(8))
+    bench.owned(request("w", prompt(10), 20))
+    (accept,) = bench.offer(request("b", prompt(14), 4))
+    assert isinstance(accept, Accept)
+    said: list[Message] = []
+    while not only(said, Revoke):
+        said = bench.step()
+    assert only(said, Revoke) == [Revoke(*accept.key, "out of blocks")]
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+def test_a_sender_that_falls_silent_is_given_up() -> None:
+    """BR-001, BR-032."""
+    bench = Bench()
+    bench.offer(A)
+    bench.frames(A, [0])
+    bench.turn()
+    deadline = bench.worker.next_deadline()
+    assert deadline == 45.0
+    bench.now = 45.0
+    assert only(bench.turn(), Revoke) == [Revoke(*KEY, "no frame for 45 s")]
+    bench.frames(A, [1])
+    bench.turn()
+    bench.check_empty()
+
+
+@pytest.mark.parametrize(
+    "station", ["reserved", "half there", "delivered", "decoding", "queued", "prefilling"]
+)
+@pytest.mark.parametrize("command", [Abort, Stop])
+def test_ended_by_command_at_every_station(station: str, command: type[Abort] | type[Stop]) -> None:
+    bench = Bench()
+    wanted = request("a", prompt(40 if station == "prefilling" else 10), 9)
+    if station in ("queued", "prefilling"):
+        assert bench.hear(Decode(*KEY, wanted, b"")) == [Accepted(*KEY)]
+    elif station in ("reserved", "half there"):
+        bench.offer(wanted)
+    else:
+        bench.owned(wanted)
+    if station == "half there":
+        bench.frames(wanted, [0])
+        bench.turn()
+    if station in ("decoding", "prefilling"):
+        bench.step()
+    message = Abort(*KEY, "client left") if command is Abort else Stop(*KEY)
+    said = bench.hear(message)
+    (ended,) = only(said, Ended)
+    assert isinstance(ended, Ended)
+    assert ended.outcome == ("aborted" if command is Abort else "finished")
+    assert len(only(said, Cancel)) == (1 if station in ("reserved", "half there") else 0)
+    assert bench.hear(message) == [ended], "asked again, the same answer"
+    bench.turn()
+    bench.check_empty()
+
+
+def test_local_prefill_says_when_it_begins() -> None:
+    bench = Bench()
+    assert bench.hear(Decode(*KEY, request("a", prompt(40), 3), b"")) == [Accepted(*KEY)]
+    assert only(bench.step(), Started) == [Started(*KEY, "prefilling")]
+    said: list[Message] = []
+    while not bench.worker.idle:
+        said += bench.step()
+    assert not only(said, Started)
+    rows = [row for m in said if isinstance(m, Tokens) for row in m.rows]
+    assert [token for row in rows for token in row.ids] == expected(prompt(40), 3)
+    assert [row.cached_tokens for row in rows] == [0, None, None]
+    bench.check_empty()
+
+
+def test_a_later_attempt_ends_the_earlier_and_fences_it() -> None:
+    bench = Bench()
+    bench.owned(A)
+    (accepted,) = bench.hear(Decode(A.request_id, attempt(2), A, b""))
+    assert accepted == Accepted(A.request_id, attempt(2))
+    assert [m.key for m in only(bench.turn(), Ended) if isinstance(m, Ended)] == [KEY]
+    (refused,) = bench.offer(A)
+    assert isinstance(refused, Refused)
+    (answer,) = bench.hear(Decode(*KEY, A, b""))
+    assert isinstance(answer, Ended) and answer.outcome == "aborted"
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
+    bench = Bench()
+    bench.owned(A)
+    bench.worker.draining = True
+    (refused,) = bench.offer(request("b", prompt(5)))
+    assert isinstance(refused, Refused) and refused.reason == "draining"
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+def test_a_row_that_raises_alone_fails_for_good() -> None:
+    bench = Bench()
+    bad, good = bench.owned(request("bad", prompt(10), 4)), bench.owned(request("good", prompt(10), 4))
+    batch = bench.worker.schedule(0.1)
+    assert batch is not None
+    (ended,) = bench.note(bench.worker.fail_row(batch.rows[0], "ValueError in its step", 0.2))
+    assert isinstance(ended, Ended) and (ended.key, ended.retryable) == (bad, False)
+    bench.note(bench.worker.finish(batch, bench.model.run(batch), 0.1, 0.2))
+    assert bench.worker.live_keys() == [good]
+    while not bench.worker.idle:
+        bench.step()
+    bench.check_empty()
+
+
+def test_unknown_ids_are_answered() -> None:
+    bench = Bench()
+    assert bench.hear(Abort(*KEY, "x")) == [Ended(*KEY, outcome="unknown")]
+    assert bench.hear(Stop(*KEY)) == [Ended(*KEY, outcome="unknown")]
+    assert bench.hear(Cancel(*KEY, "x"), P) == [Cancelled(*KEY)]
+    assert bench.worker.abort(KEY, "x", 0.0) == []
+    bench.check_empty()
+
+
+def test_heartbeat_tells_what_is_held() -> None:
+    bench = Bench()
+    bench.offer(request("r", prompt(10), 4))
+    bench.owned(request("d", prompt(10), 4))
+    bench.step()
+    beat = bench.worker.heartbeat(0.0)
+    assert [(name, phase) for name, _, phase in beat.live] == [("r", "kv_ready"), ("d", "decoding")]
+    assert (beat.load.running, beat.load.waiting) == (1, 1)
+    assert beat.load.blocks_held == bench.core.pool.held and beat.last_seq == {"front": 2}
+    for key in bench.worker.live_keys():
+        bench.worker.abort(key, "not wanted", bench.now)
+    bench.check_empty()
