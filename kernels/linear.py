@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-_Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Choice:
     way: str
     compute_dtype: torch.dtype
     policy: RowPolicy
-    make: Callable[[torch.Tensor, torch.Tensor | None], _Product]
+    make: Callable[[torch.Tensor, torch.Tensor | None], Product]
 
     def describe(self) -> str:
         return f"{self.way}:{str(self.compute_dtype).removeprefix('torch.')}:{self.policy.describe()}"
@@ -141,7 +141,7 @@ class ProductChoices:
         )
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """oneDNN with the weight reordered once into the processor's preferred blocking."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
@@ -152,12 +152,12 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
     return product
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return partial(F.linear, weight=weight, bias=bias)
 
 
 def probe(
-    make: Callable[[torch.Tensor, torch.Tensor | None], _Product],
+    make: Callable[[torch.Tensor, torch.Tensor | None], Product],
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
@@ -206,7 +206,7 @@ def cancelling_pair(
 
 
 def _holds(
-    product: _Product, x: torch.Tensor, policy: RowPolicy, counts: list[int], thread_counts: list[int]
+    product: Product, x: torch.Tensor, policy: RowPolicy, counts: list[int], thread_counts: list[int]
 ) -> bool:
     """Compares allowed calls of many lengths with the reference: tiles of `least` rows, one thread."""
     torch.set_num_threads(1)

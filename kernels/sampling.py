@@ -166,11 +166,11 @@ def logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprob:
     """Log-softmax of the model's own logits (before penalties and temperature, as vLLM reports by default)."""
     wide = logits.astype(np.float64)
     best = wide.max()
-    normalizer = best + np.log(np.exp(wide - best).sum()) if np.isfinite(best) else best
+    broken = not np.isfinite(best)  # an overflow: there is no distribution to speak of
+    normalizer = 0.0 if broken else best + np.log(np.exp(wide - best).sum())
 
     def value(index: int) -> float:
-        logprob = float(wide[index] - normalizer)
-        return max(logprob, LOWEST_LOGPROB) if logprob == logprob else LOWEST_LOGPROB
+        return LOWEST_LOGPROB if broken else max(float(wide[index] - normalizer), LOWEST_LOGPROB)
 
     ids = _best(logits, min(top, len(logits))) if top else ()
     return TokenLogprob(token_id, value(token_id), tuple((int(index), value(int(index))) for index in ids))

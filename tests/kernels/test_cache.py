@@ -1,0 +1,58 @@
+"""Blocks as bytes, and as what the kernels see."""
+
+import pytest
+import torch
+
+from kernels.attention import store_kv
+from kernels.cache import CacheLayout, PagedCache
+from tests.kernels.steps import make_step
+
+_LAYOUT = CacheLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype=torch.bfloat16)
+
+
+def test_a_block_is_one_contiguous_piece() -> None:
+    cache = PagedCache(_LAYOUT, 4)
+    assert _LAYOUT.block_bytes == 3 * 2 * 2 * 8 * 16 * 2
+    assert cache.tensor.is_contiguous() and cache.tensor[2].numel() * 2 == _LAYOUT.block_bytes
+    assert not cache.tensor.any()
+    view = cache.block_bytes_view(2)
+    assert (view.nbytes, view.format, view.ndim) == (_LAYOUT.block_bytes, "B", 1)
+    cache.tensor[2] = 1.0
+    assert bytes(view[:2]) == b"\x80\x3f"  # the same memory, not a copy
+
+
+def test_a_block_written_elsewhere_reads_the_same() -> None:
+    source, target = PagedCache(_LAYOUT, 3), PagedCache(_LAYOUT, 5)
+    source.tensor.normal_()
+    target.write_block(4, source.block_bytes_view(1))
+    assert torch.equal(target.tensor[4], source.tensor[1])
+    assert not target.tensor[:4].any()
+    target.write_block(0, bytes(source.block_bytes_view(2)))
+    for layer in range(3):
+        assert torch.equal(target.keys(layer)[0], source.keys(layer)[2])
+        assert torch.equal(target.values(layer)[0], source.values(layer)[2])
+
+
+def test_wrong_sizes_and_places_are_refused() -> None:
+    cache = PagedCache(_LAYOUT, 2)
+    with pytest.raises(ValueError, match="wanted"):
+        cache.write_block(0, bytes(_LAYOUT.block_bytes - 1))
+    for block in (-1, 2):
+        with pytest.raises(IndexError):
+            cache.block_bytes_view(block)
+        with pytest.raises(IndexError):
+            cache.write_block(block, bytes(_LAYOUT.block_bytes))
+    with pytest.raises(ValueError, match="num_blocks"):
+        PagedCache(_LAYOUT, 0)
+
+
+def test_keys_and_values_land_at_their_token() -> None:
+    cache = PagedCache(_LAYOUT, 4)
+    step = make_step([(10, 10)], [[3, 1]], 16)
+    k, v = torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    store_kv(k, v, step, cache, layer=1)
+    for token, position in enumerate(range(10, 20)):
+        block, offset = [3, 1][position // 16], position % 16
+        assert torch.equal(cache.keys(1)[block, :, :, offset], k[token].bfloat16())
+        assert torch.equal(cache.values(1)[block, :, offset], v[token].bfloat16())
+    assert not cache.tensor[:, [0, 2]].any() and not cache.tensor[[0, 2]].any()

@@ -1,0 +1,167 @@
+"""ModelRunner: slots, histories, settings per row; SmolLM2 against transformers' generate."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kernels.model_config import UnsupportedModel
+from kernels.runner import ModelRunner, load_runner
+from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
+from tests.kernels.tiny_models import save_model
+
+_NEAR_TIE = 1e-3
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> ModelRunner:
+    save_model("llama-gqa3-tied", tmp_path)
+    return load_runner(
+        str(tmp_path), device="cpu", num_blocks=60, max_num_seqs=4, max_model_len=300, threads=1
+    )
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 127, 300])
+def test_smollm2_tokens_equal_transformers(length: int, smollm2_dir: Path) -> None:
+    """Greedy, float32, 32 tokens. Where the reference's two best lie within 1e-3 its token is forced on both."""
+    runner = load_runner(str(smollm2_dir), dtype="float32", device="cpu", num_blocks=30, threads=1)
+    reference = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    [tokens] = random_prompts([length], 49_152, seed=length)
+    wanted = 32
+    with torch.inference_mode():
+        ids = reference.generate(
+            torch.tensor([tokens]), max_new_tokens=wanted, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, length:].tolist()
+        logits = reference(torch.tensor([tokens + ids[:-1]])).logits[0, length - 1 :]
+    gaps = (logits.topk(2).values @ torch.tensor([1.0, -1.0])).tolist()
+    near_ties, at = 0, 0
+    while at < wanted:
+        [outputs] = generate(runner, [tokens + ids[:at]], wanted - at, sampling=Sampling())
+        found = [token for token, _ in outputs]
+        same = next((i for i in range(wanted - at) if found[i] != ids[at + i]), wanted - at)
+        at += same
+        if at < wanted:
+            assert gaps[at] < _NEAR_TIE, f"token {at}: {found[same]} for {ids[at]}, gap {gaps[at]}"
+            near_ties += 1
+            at += 1
+    assert near_ties <= 3
+
+
+def test_settings_belong_to_their_row(tiny: ModelRunner) -> None:
+    prompts = random_prompts([20, 33, 5, 40], tiny.vocab_size)
+    settings = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=9, logprobs=2),
+        Sampling(repetition_penalty=1.5, frequency_penalty=0.5),
+        Sampling(temperature=0.7, top_k=5, min_tokens=4, end_token_ids=(2, 7), logit_bias=((7, 3.0),)),
+    ]
+    together = generate(tiny, prompts, 12, sampling=settings)
+    alone = [generate(tiny, [p], 12, sampling=s)[0] for p, s in zip(prompts, settings, strict=True)]
+    assert together == alone
+    assert all((logprob is not None) == (row == 1) for row, out in enumerate(together) for _, logprob in out)
+    assert not {2, 7} & {token for token, _ in together[3][:4]}
+    assert together[2] != generate(tiny, [prompts[2]], 12, sampling=Sampling())[0]
+
+
+def test_a_sequence_that_comes_back_goes_on_as_if_it_had_stayed(tiny: ModelRunner) -> None:
+    """Preempted and recomputed, or moved to another worker: prompt + outputs joins, penalties and draws go on."""
+    [prompt] = random_prompts([30], tiny.vocab_size)
+    sampling = Sampling(temperature=1.0, seed=4, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2)
+    [whole] = generate(tiny, [prompt], 14, sampling=sampling)
+    tokens = prompt + [token for token, _ in whole[:6]]
+    blocks = list(range(20, 26))
+    batch = Batch(joined=[Joined(3, tokens, len(prompt), blocks, sampling)])
+    batch.add(3, 0, tokens, True)
+    rest = []
+    for position in range(len(tokens), len(tokens) + 8):
+        result = tiny.run(batch)
+        logprob = result.logprobs[0]
+        assert logprob is not None
+        rest.append((result.ids[0][0], logprob[0]))
+        batch = Batch()
+        batch.add(3, position, [result.ids[0][0]], True)
+    assert rest == whole[6:]
+
+
+def test_rows_that_do_not_sample_give_nothing(tiny: ModelRunner) -> None:
+    batch = Batch(joined=[Joined(0, [5] * 9, 9, [1], Sampling()), Joined(1, [6] * 9, 9, [2], Sampling())])
+    batch.add(0, 0, [5] * 4, False)
+    batch.add(1, 0, [6] * 9, True)
+    result = tiny.run(batch)
+    assert result.ids[0] == () and len(result.ids[1]) == 1 and result.logprobs == (None, None)
+    assert tiny.run(Batch(left=[0, 1])).ids == ()
+
+
+def test_a_caller_that_errs_is_stopped(tiny: ModelRunner) -> None:
+    unknown = Batch()
+    unknown.add(2, 0, [5], True)
+    with pytest.raises(AssertionError, match="slot 2"):
+        tiny.run(unknown)
+    short = Batch(joined=[Joined(0, [5] * 17, 17, [1], Sampling())])
+    short.add(0, 0, [5] * 17, True)
+    with pytest.raises(AssertionError, match="no block"):
+        tiny.run(short)
+
+
+def test_blocks_are_all_that_a_sequence_needs(tiny: ModelRunner, tmp_path: Path) -> None:
+    """Disaggregation in small: one runner computes a prompt, its blocks' bytes go to another, which goes on."""
+    other = load_runner(str(tmp_path), device="cpu", num_blocks=10, max_model_len=300, threads=1)
+    [prompt] = random_prompts([37], tiny.vocab_size)
+    [whole] = generate(tiny, [prompt], 5)
+    batch = Batch(joined=[Joined(0, prompt, 37, [7, 3, 11], Sampling(logprobs=3))])
+    batch.add(0, 0, prompt, True)
+    token = tiny.run(batch).ids[0][0]
+    assert token == whole[0][0]
+    for source, target in ((7, 0), (3, 9), (11, 4)):
+        other.cache.write_block(target, bytes(tiny.cache.block_bytes_view(source)))
+    batch = Batch(joined=[Joined(5, [*prompt, token], 37, [0, 9, 4], Sampling(logprobs=3))])
+    for position in range(37, 41):
+        batch.add(5, position, [token], True)
+        result = other.run(batch)
+        logprob = result.logprobs[0]
+        token = result.ids[0][0]
+        assert logprob is not None and (token, logprob[0]) == whole[position - 36]
+        batch = Batch()
+
+
+def test_another_thread_may_run(tiny: ModelRunner) -> None:
+    [prompt] = random_prompts([50], tiny.vocab_size)
+    here, there = generate(tiny, [prompt], 5), []
+    thread = threading.Thread(target=lambda: there.extend(generate(tiny, [prompt], 5)))
+    thread.start()
+    thread.join()
+    assert there == here
+
+
+def test_describe_separates_what_must_not_mix(tmp_path: Path) -> None:
+    save_model("llama-gqa3-tied", tmp_path)
+    described = [
+        load_runner(
+            str(tmp_path), device="cpu", num_blocks=4, threads=1, dtype=dtype, block_size=size
+        ).describe()
+        for dtype, size in (("float32", 16), ("float32", 16), ("bfloat16", 16), ("float32", 32))
+    ]
+    assert described[0] == described[1]
+    assert {k for k in described[0] if described[0][k] != described[2][k]} == {
+        "dtype",
+        "kv_dtype",
+        "linear_policy",
+    }
+    assert {k for k in described[0] if described[0][k] != described[3][k]} == {"block_size"}
+    assert all(isinstance(value, (str, int, float)) for value in described[0].values())
+
+
+def test_loading_says_what_it_does_and_refuses_by_name(tmp_path: Path) -> None:
+    save_model("llama-gqa3-tied", tmp_path)
+    seen: list[tuple[str, int, int]] = []
+    runner = load_runner(
+        str(tmp_path), device="cpu", kv_cache_bytes=1 << 20, progress=lambda *report: seen.append(report)
+    )
+    assert runner.cache.num_blocks == (1 << 20) // runner.layout.block_bytes and runner.max_model_len == 2048
+    assert seen[-1] == ("layers", 2, 2)
+    with pytest.raises(UnsupportedModel, match="max_position_embeddings"):
+        load_runner(str(tmp_path), device="cpu", num_blocks=4, max_model_len=4096)
+    with pytest.raises(ValueError, match="num_blocks or kv_cache_bytes"):
+        load_runner(str(tmp_path), device="cpu")
