@@ -326,6 +326,8 @@ class Cluster:
             return said + self._fail(
                 tracked, "RequestFailed", f"it cannot be computed: {message.reason}", now
             )
+        if message.outcome == "failed":  # whichever end of the pair it was: another one, if there is one
+            tracked.avoid.update(tracked.holders)
         return self._again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
 
     def _late(self, message: Message) -> None:
@@ -362,6 +364,7 @@ class Cluster:
         if tracked.command is not None:
             return self._ask_again(tracked, now)
         if now - tracked.seen_at >= self._unheld_after_s:
+            tracked.avoid.update(tracked.holders)  # it may have fallen silent and not be given up yet
             return self._again(tracked, "no worker holds it any more", now)
         return []
 

@@ -154,12 +154,14 @@ class Registry:
         worker.progress_age_s = message.progress_age_s
         worker.draining = message.draining
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
-        worker.counters = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
-        worker.histograms = {
+        risen = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
+        worker.counters = {**worker.counters, **risen}
+        grown = {
             name: max(row, worker.histograms.get(name, row), key=_samples)
             for name, row in message.histograms.items()
             if name in HISTOGRAM_BUCKETS and len(row) == len(HISTOGRAM_BUCKETS[name]) + 3
         }
+        worker.histograms = {**worker.histograms, **grown}
         return True
 
     # ------------------------------------------------------------ what the coordinator asks

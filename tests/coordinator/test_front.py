@@ -1,0 +1,166 @@
+"""The front's ear: each output index once, in order, whoever says it, however late."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from common.messages import FinishReason, Message, Progress, RequestFinished, TokenRow, Tokens
+from common.request import Attempt, RequestId, TokenLogprobs
+from coordinator.front import Front
+
+A = RequestId("a")
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.front = Front(gap_after_s=0.5)
+        self.front.open(A)
+        self.seq = 0
+        self.ids: list[int] = []
+        self.finish: str | None = None
+        self.heard: list[Message] = []
+
+    def say(
+        self,
+        first: int,
+        *ids: int,
+        now: float = 0.0,
+        attempt: int = 1,
+        finish: FinishReason | None = None,
+    ) -> None:
+        self.seq += 1
+        self.take(Tokens(self.seq, (TokenRow(A, Attempt(attempt), first, ids, None, finish),)), now)
+
+    def take(self, tokens: Tokens, now: float = 0.0) -> None:
+        deltas, heard = self.front.accept(tokens, "w", 1, now)
+        for delta in deltas:
+            assert self.finish is None, "a token after the end"
+            self.ids += delta.ids
+            self.finish = delta.finish
+        self.heard += heard
+
+    @property
+    def progress(self) -> list[int]:
+        """What the coordinator has heard, which must be what the client got."""
+        got: list[int] = []
+        for message in self.heard:
+            for _, first, ids in message.rows if isinstance(message, Progress) else ():
+                assert first == len(got)
+                got += ids
+        return got
+
+
+def test_tokens_in_order() -> None:
+    bench = Bench()
+    bench.say(0, 5)
+    bench.say(1, 6)
+    bench.say(2, 7, 8, finish="length")
+    assert (bench.ids, bench.finish) == ([5, 6, 7, 8], "length")
+    assert bench.progress == bench.ids and bench.heard[-1] == RequestFinished(A, "length")
+    assert len(bench.front) == 0
+
+
+def test_said_twice_is_heard_once() -> None:
+    """The prefill worker's first token, and the decode worker's repetition of it."""
+    bench = Bench()
+    bench.say(0, 5)
+    bench.say(0, 5)
+    bench.say(0, 5, 6)
+    bench.say(1, 6)
+    assert bench.ids == [5, 6] == bench.progress
+
+
+def test_log_probabilities_are_cut_like_their_tokens() -> None:
+    front = Front()
+    front.open(A)
+    logprobs = tuple(TokenLogprobs(-float(n)) for n in range(3))
+    front.accept(Tokens(1, (TokenRow(A, Attempt(1), 0, (5,), logprobs[:1]),)), "w", 1, 0.0)
+    ((delta,), _) = front.accept(Tokens(2, (TokenRow(A, Attempt(1), 0, (5, 6, 7), logprobs),)), "w", 1, 0.0)
+    assert (delta.ids, delta.logprobs) == ((6, 7), logprobs[1:])
+
+
+def test_a_row_that_comes_early_waits_for_the_ones_before() -> None:
+    bench = Bench()
+    bench.say(2, 7, finish="stop")
+    bench.say(1, 6)
+    assert bench.ids == [] and bench.front.gaps(0.4) == []
+    bench.say(0, 5, now=0.45)
+    assert (bench.ids, bench.finish) == ([5, 6, 7], "stop")
+    assert bench.front.gaps(9.0) == []
+
+
+def test_a_gap_is_told_once_with_the_latest_attempt() -> None:
+    bench = Bench()
+    bench.say(0, 5)
+    bench.say(2, 7, now=1.0, attempt=2)
+    bench.say(3, 8, now=1.1, attempt=1)
+    assert bench.front.gaps(1.4) == []
+    assert bench.front.gaps(1.5) == [Progress((), ((A, Attempt(2)),))]
+    assert bench.front.gaps(9.0) == []
+    bench.say(1, 6, 7, now=9.0, attempt=3)
+    assert bench.ids == [5, 6, 7]
+
+
+def test_a_second_gap_gets_its_own_time() -> None:
+    bench = Bench()
+    bench.say(1, 6, now=0.0)
+    bench.say(3, 8, now=0.0)
+    bench.say(0, 5, now=0.4)
+    assert bench.ids == [5, 6] and bench.front.gaps(0.6) == []
+    assert bench.front.gaps(0.9) != []
+
+
+def test_a_finish_that_comes_without_a_new_token() -> None:
+    bench = Bench()
+    bench.say(0, 5, 6)
+    bench.say(1, 6, finish="stop")
+    assert (bench.ids, bench.finish) == ([5, 6], "stop")
+
+
+def test_closed_means_deaf_and_closing_again_is_nothing() -> None:
+    bench = Bench()
+    bench.say(1, 6)
+    assert bench.front.close(A) and not bench.front.close(A)
+    bench.say(0, 5)
+    assert bench.ids == [] and bench.front.late_rows == 1 and bench.front.gaps(9.0) == []
+
+
+def test_lost_messages_show_by_their_numbers() -> None:
+    front = Front()
+    for seq in (1, 2, 5, 6):
+        front.accept(Tokens(seq, ()), "w", 1, 0.0)
+    front.accept(Tokens(1, ()), "w", 2, 0.0)  # a new incarnation counts from the start
+    assert front.lost_messages == 2
+
+
+def test_rows_kept_for_one_stream_are_bounded() -> None:
+    bench = Bench()
+    for index in range(2, 2000):
+        bench.say(index, index)
+    assert len(bench.front._streams[A].early) <= 256
+    assert len(bench.front.gaps(9.0)) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_any_doubling_any_cut(seed: int) -> None:
+    random = Random(seed)
+    answer = list(range(100, 140))
+    rows = []
+    for attempt in (1, 2):
+        at = 0 if attempt == 1 else random.randrange(20)
+        while at < len(answer):
+            count = random.randint(1, 4)
+            end = min(len(answer), at + count)
+            finish: FinishReason | None = "length" if end == len(answer) else None
+            rows.append(TokenRow(A, Attempt(attempt), at, tuple(answer[at:end]), None, finish))
+            at = end
+    rows += random.sample(rows, 8)
+    random.shuffle(rows)
+    bench = Bench()
+    for number, row in enumerate(rows):
+        bench.take(Tokens(number + 1, (row,)))
+    assert (bench.ids, bench.finish) == (answer, "length")
+    assert bench.progress == answer
+    assert sum(isinstance(message, RequestFinished) for message in bench.heard) == 1

@@ -1,0 +1,162 @@
+"""The registry: who is here, who is gone, and totals that never step back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.counters import HISTOGRAM_BUCKETS
+from common.messages import Registered, RegistrationRefused, Sender
+from common.request import Incarnation, WorkerId
+from coordinator.registry import Registry, Worker
+from tests.coordinator.cluster_bench import card, heartbeat
+
+D0 = WorkerId("d0")
+
+
+def me(name: str = "d0", incarnation: int = 1) -> Sender:
+    return Sender(name, Incarnation(incarnation))
+
+
+def registry(**settings: float) -> Registry:
+    return Registry(tokenizer_hash="t", fronts={"f": "tcp://h:1"}, **settings)  # type: ignore[arg-type]
+
+
+def worker(where: Registry) -> Worker:
+    found = where.get(D0)
+    assert found is not None
+    return found
+
+
+def test_registered_is_told_limit_interval_and_fronts() -> None:
+    here = registry(max_model_len=100)
+    assert here.register(card("d0"), me(), 0.0) == Registered(100, 0.5, {"f": "tcp://h:1"})
+    assert [w.state for w in here.all()] == ["ready"]
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [({"dtype": "float16"}, "dtype"), ({"tokenizer": "x"}, "tokenizer"), ({"new": "1"}, "new")],
+)
+def test_kv_passes_between_equals_only(changes: dict[str, str], field: str) -> None:
+    here = registry()
+    here.register(card("p0"), me("p0"), 0.0)
+    answer = here.register(card("d0", **changes), me(), 0.0)  # type: ignore[arg-type]
+    assert isinstance(answer, RegistrationRefused) and answer.field == field
+    assert here.get(D0) is None
+
+
+def test_the_first_worker_is_held_against_the_coordinators_tokenizer() -> None:
+    answer = registry().register(card("d0", tokenizer="x"), me(), 0.0)
+    assert answer == RegistrationRefused("tokenizer", "t", "x")
+
+
+def test_a_lost_workers_fingerprint_binds_nobody() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    here.expire(10.0)
+    assert isinstance(here.register(card("d1", dtype="float16"), me("d1"), 10.0), Registered)
+
+
+def test_lost_after_silence_and_not_before() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    here.heartbeat(heartbeat(), me(), 1.0)
+    assert here.expire(4.0) == []
+    assert [w.id for w in here.expire(4.1)] == ["d0"] and here.expire(4.2) == []
+    assert worker(here).state == "lost" and here.usable("decode") == [] and here.max_model_len() is None
+    assert not here.heartbeat(heartbeat(), me(), 4.3), "must register again"
+    here.register(card("d0"), me(), 4.4)
+    assert here.heartbeat(heartbeat(), me(), 4.5) and worker(here).state == "ready"
+
+
+def test_lost_when_the_model_thread_hangs() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    here.heartbeat(heartbeat(progress_age_s=60.5), me(), 1.0)
+    assert [w.id for w in here.expire(1.0)] == ["d0"]
+
+
+def test_a_draining_worker_lives_and_gets_nothing() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    here.heartbeat(heartbeat(draining=True), me(), 1.0)
+    assert here.usable("decode") == [] and [w.state for w in here.live("decode")] == ["draining"]
+
+
+def test_heartbeats_of_strangers_and_old_lives_are_not_taken() -> None:
+    here = registry()
+    assert not here.heartbeat(heartbeat(), me(), 0.0)
+    here.register(card("d0", 2), me(incarnation=2), 0.0)
+    assert not here.heartbeat(heartbeat(x_total=9.0), me(incarnation=1), 1.0)
+    assert worker(here).totals() == {}
+
+
+def test_totals_never_step_back() -> None:
+    """Over registrations, incarnations, and heartbeats that come in the wrong order."""
+    here = registry()
+    seen = [0.0]
+
+    def check(expected: float) -> None:
+        total = worker(here).totals().get("x_total", 0.0)
+        assert total == expected and total >= seen[-1]
+        seen.append(total)
+
+    here.register(card("d0"), me(), 0.0)
+    here.heartbeat(heartbeat(x_total=5.0), me(), 1.0)
+    check(5.0)
+    here.heartbeat(heartbeat(x_total=4.0), me(), 1.1)
+    check(5.0)
+    here.register(card("d0"), me(), 2.0)
+    check(5.0)
+    here.heartbeat(heartbeat(x_total=7.0), me(), 2.5)
+    check(7.0)
+    here.register(card("d0", 2), me(incarnation=2), 3.0)
+    check(7.0)
+    here.heartbeat(heartbeat(x_total=1.0), me(incarnation=2), 3.5)
+    check(8.0)
+
+
+def test_histograms_add_up_and_strange_ones_are_left_out() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    width = len(HISTOGRAM_BUCKETS["step_seconds"]) + 3
+    row = (2.0, 4.0, *[0.0] * (width - 3), 4.0)
+    older = (1.0, 2.0, *[0.0] * (width - 3), 2.0)
+    for number, histograms in enumerate(({"step_seconds": row, "nonsense": (1.0,)}, {"step_seconds": older})):
+        here.heartbeat(replace(heartbeat(), histograms=histograms), me(), 1.0 + number)
+    assert worker(here).histogram_totals() == {"step_seconds": row}
+    here.heartbeat(replace(heartbeat(), histograms={"step_seconds": (1.0,)}), me(), 3.0)
+    here.register(card("d0", 2), me(incarnation=2), 4.0)
+    here.heartbeat(replace(heartbeat(), histograms={"step_seconds": row}), me(incarnation=2), 5.0)
+    assert worker(here).histogram_totals()["step_seconds"][:2] in {(4.0, 8.0), (2.0, 4.0)}
+
+
+def test_the_table_is_bounded_and_the_lost_leave_first() -> None:
+    here = registry(max_workers=3)
+    for number in range(6):
+        here.register(card(f"d{number}"), me(f"d{number}"), float(number))
+        if number < 4:
+            here.mark_lost(here.all()[-1])
+    assert [w.id for w in here.all()] == ["d3", "d4", "d5"]
+
+
+def test_rows_for_the_admin_page() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    (row,) = here.rows()
+    names = {
+        "id",
+        "role",
+        "pid",
+        "host",
+        "address",
+        "state",
+        "running",
+        "waiting",
+        "blocks_total",
+        "blocks_free",
+        "step_ms",
+    }
+    assert names <= set(row) and row["state"] == "ready" and row["id"] == "d0"

@@ -1,0 +1,91 @@
+"""Routing: least loaded, by what was dispatched and has not ended."""
+
+from __future__ import annotations
+
+from common.messages import Sender
+from common.request import Incarnation, RequestId, WorkerId
+from coordinator.registry import Registry, Worker
+from coordinator.router import STEPS_AHEAD, Router
+from tests.coordinator.cluster_bench import card
+
+
+def workers(*names: str, **sizes: int) -> list[Worker]:
+    registry = Registry(tokenizer_hash=None, fronts={})
+    for name in names:
+        registry.register(card(name, blocks=sizes.get("blocks", 64)), Sender(name, Incarnation(1)), 0.0)
+    return registry.all()
+
+
+def picked(worker: Worker | None) -> str | None:
+    return None if worker is None else str(worker.id)
+
+
+def take(
+    router: Router, name: str, prefill: str | None, decode: str | None, tokens: int, blocks: int
+) -> RequestId:
+    request_id = RequestId(name)
+    router.assign(
+        request_id,
+        WorkerId(prefill) if prefill else None,
+        WorkerId(decode) if decode else None,
+        tokens,
+        blocks,
+    )
+    return request_id
+
+
+def test_prefill_by_tokens_ahead_ties_by_registration() -> None:
+    router, pool = Router(), workers("p0", "p1")
+    assert picked(router.pick_prefill(pool, 10, ())) == "p0"
+    take(router, "a", "p0", None, 30, 0)
+    assert picked(router.pick_prefill(pool, 10, ())) == "p1"
+    take(router, "b", "p1", None, 40, 0)
+    assert picked(router.pick_prefill(pool, 10, ())) == "p0"
+    router.prefilled(RequestId("b"), WorkerId("p1"))
+    assert picked(router.pick_prefill(pool, 10, ())) == "p1"
+
+
+def test_prefill_takes_two_steps_ahead_and_always_one() -> None:
+    router, pool = Router(), workers("p0")
+    assert picked(router.pick_prefill(pool, 10_000, ())) == "p0", "an idle one takes whatever fits the model"
+    take(router, "a", "p0", None, 100, 0)
+    assert picked(router.pick_prefill(pool, STEPS_AHEAD * 64 - 100, ())) == "p0"
+    assert router.pick_prefill(pool, STEPS_AHEAD * 64 - 99, ()) is None
+
+
+def test_decode_by_share_of_its_batch_and_room() -> None:
+    router, pool = Router(), workers("d0", "d1", blocks=20)
+    take(router, "a", None, "d0", 0, 15)
+    assert picked(router.pick_decode(pool, 10, ())) == "d1"
+    take(router, "b", None, "d1", 0, 5)
+    take(router, "c", None, "d1", 0, 5)
+    assert picked(router.pick_decode(pool, 5, ())) == "d0"
+    assert picked(router.pick_decode(pool, 10, ())) == "d1", "fewer requests but no room"
+    assert router.pick_decode(pool, 11, ()) is None
+    router.release(RequestId("a"), None, WorkerId("d0"))
+    assert picked(router.pick_decode(pool, 1000, ())) == "d0", "an idle one takes whatever the limit let in"
+
+
+def test_batch_size_is_a_limit() -> None:
+    router, pool = Router(), workers("d0")
+    for number in range(8):
+        take(router, f"r{number}", None, "d0", 0, 1)
+    assert router.pick_decode(pool, 1, ()) is None
+
+
+def test_who_is_to_be_avoided_is_picked_only_alone() -> None:
+    router, pool = Router(), workers("p0", "p1")
+    assert picked(router.pick_prefill(pool, 1, {WorkerId("p0")})) == "p1"
+    assert picked(router.pick_prefill(pool, 1, {WorkerId("p0"), WorkerId("p1")})) == "p0"
+
+
+def test_everything_given_back_leaves_nothing() -> None:
+    router = Router()
+    ids = [take(router, f"r{n}", "p0", "d0", 10 * n, n) for n in range(5)]
+    take(router, "r3", "p0", "d0", 7, 1)  # assigned anew: counted once
+    assert router.tokens_ahead(WorkerId("p0")) == 0 + 10 + 20 + 7 + 40
+    assert not router.empty
+    for request_id in ids:
+        for _ in range(2):
+            router.release(request_id, WorkerId("p0"), WorkerId("d0"))
+    assert router.empty and router.tokens_ahead(WorkerId("p0")) == 0
