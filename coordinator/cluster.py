@@ -398,24 +398,31 @@ class Cluster:
     def _dispatch_waiting(self, now: float) -> list[Effect]:
         """Gives out what workers have room for, in order. One without room lets a few behind it pass, so that a
         long prompt does not idle the pools, and not more than MAX_PASSES, so that it does not wait for ever."""
-        if not self._room_made or self.queue.first() is None:
-            return []
-        self._room_made = False
+        effects: list[Effect] = []
+        while self._room_made and self.queue.first() is not None:
+            effects += self._walk_queue(now)
+        return effects
+
+    def _walk_queue(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         passed: list[Tracked] = []
-        for entry in self.queue.ahead(LOOK_AHEAD):
+        entries = self.queue.ahead(LOOK_AHEAD)
+        for entry in entries:
             tracked = self.tracker.get(entry.id)
             assert tracked is not None
             pair = self._pick(tracked)
             if pair is None:
                 passed.append(tracked)
-                if tracked.passes >= MAX_PASSES or len(passed) > MAX_BLOCKED:
+                if len(passed) > MAX_BLOCKED:
                     break
                 continue
+            if any(blocked.passes >= MAX_PASSES for blocked in passed):
+                break
             self.queue.remove(entry.id)
             effects += self._dispatch(tracked, *pair, now)
             for blocked in passed:
                 blocked.passes += 1
+        self._room_made = not passed and len(entries) == LOOK_AHEAD  # there may be more, and room for it
         return effects
 
     def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:

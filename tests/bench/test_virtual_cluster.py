@@ -99,6 +99,15 @@ def test_every_request_ends_once_exact_and_nothing_is_left(seed: int) -> None:
     run.check()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [None, SMALL])
+def test_collocated(seed: int, shape: Shape | None) -> None:
+    """No prefill pool: the decode workers serve alone."""
+    run = Run(seed, shape=shape, prefill=0)
+    run.to_the_end()
+    run.check()
+
+
 def test_same_seed_same_run() -> None:
     first, second = (Run(5, shape=SMALL).to_the_end() for _ in range(2))
     assert first.answers == second.answers

@@ -191,6 +191,19 @@ def test_a_long_prompt_lets_a_few_pass() -> None:
     assert next(m.id for _, m in told if isinstance(m, Prefill)) == "large"
 
 
+def test_a_worker_that_comes_gets_all_it_has_room_for() -> None:
+    bench = ClusterBench("p0", "d0")
+    first, _, _ = bench.dispatched("first", 128)
+    for number in range(60):
+        assert bench.submit(request(f"r{number}", 1)) == []
+    bench.join("d1")
+    bench.join("d2")
+    for number in range(3, 9):
+        bench.join(f"d{number}")
+    told = bench.front(RequestFinished(first[0], "stop"))
+    assert len([m for _, m in told if isinstance(m, Prefill)]) == 60, "not only as many as one look takes"
+
+
 def test_classes_first() -> None:
     bench = pair()
     first, _, _ = bench.dispatched("first", 128)
