@@ -108,6 +108,8 @@ class Registry:
         self._hung_after_s = hung_after_s
         self._max_workers = max_workers
         self._workers: dict[WorkerId, Worker] = {}
+        self._looked_at: float | None = None
+        self._listening_since = float("-inf")
 
     def set_front(self, front: str, endpoint: str) -> None:
         """Workers that register from now on send its tokens to `endpoint`."""
@@ -187,11 +189,19 @@ class Registry:
         worker.load = _NO_LOAD
 
     def expire(self, now: float) -> list[Worker]:
-        """Workers found lost by now."""
+        """Workers found lost by now. To be called every few heartbeats.
+
+        When it was not called for long, this process itself slept (it was stopped, or its machine was): what the
+        workers said meanwhile is still unread, so everybody gets the whole time again from now on.
+        """
+        if self._looked_at is not None and now - self._looked_at > self._lost_after_s / 2:
+            self._listening_since = now
+        self._looked_at = now
         lost = [
             worker
             for worker in self.live()
-            if now - worker.heard_at > self._lost_after_s or worker.progress_age_s > self._hung_after_s
+            if now - max(worker.heard_at, self._listening_since) > self._lost_after_s
+            or worker.progress_age_s > self._hung_after_s
         ]
         for worker in lost:
             self.mark_lost(worker)

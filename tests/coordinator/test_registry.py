@@ -71,6 +71,16 @@ def test_lost_after_silence_and_not_before() -> None:
     assert here.heartbeat(heartbeat(), me(), 4.5) and worker(here).state == "ready"
 
 
+def test_who_slept_itself_takes_nobody_for_lost_at_once() -> None:
+    """The coordinator was stopped for a minute: the heartbeats of that minute are unread, not missing."""
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    assert here.expire(0.5) == [] and here.expire(60.0) == []
+    for tick in range(1, 12):
+        assert here.expire(60.0 + tick / 4) == []
+    assert [w.id for w in here.expire(63.1)] == ["d0"], "still silent after the whole time: lost"
+
+
 def test_lost_when_the_model_thread_hangs() -> None:
     here = registry()
     here.register(card("d0"), me(), 0.0)
