@@ -39,6 +39,7 @@ class Sequence:
         "in_batch",
         "key",
         "life",
+        "max_len",
         "max_outputs",
         "num_computed",
         "order",
@@ -63,6 +64,7 @@ class Sequence:
         self.tokens += unpack_ids(output_ids)
         self.start_len = len(self.tokens)
         self.max_outputs = request.sampling.max_tokens
+        self.max_len = self.prompt_len + self.max_outputs
         self.end_token_ids = request.sampling.end_token_ids
         self.num_computed = 0
         self.cached_tokens = 0
@@ -305,4 +307,4 @@ def finish_reason(seq: Sequence, token: int) -> str | None:
     """Whether the answer ends with `token`, just appended to `seq`: "stop", "length", or None."""
     if token in seq.end_token_ids:
         return "stop"
-    return "length" if len(seq.tokens) - seq.prompt_len >= seq.max_outputs else None
+    return "length" if len(seq.tokens) >= seq.max_len else None
