@@ -23,7 +23,7 @@ def ask_all(service: Service, text_ids: list[int]) -> list[dict[str, Any]]:
     for index, length in enumerate((1, 16, 33, 129, 300)):
         prompt = text_ids[13 * index : 13 * index + length]
         for fields in ({}, {**SEEDED, "seed": 10 + index}):
-            answers.append(service.complete(prompt, max_tokens=8, logprobs=5, **fields))
+            answers.append(service.complete(prompt, max_tokens=6, logprobs=5, **fields))
     chat = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Tell me a story."}]}
     extra = {"seed": 5, "max_tokens": 10, "logprobs": True, "top_logprobs": 5}
     answers.append(service.post("/v1/chat/completions", {**chat, **extra}).json()["choices"][0])

@@ -9,12 +9,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.service import Service, completion, serving, streamed
@@ -157,13 +158,13 @@ PHASES = ("waiting", "queued", "prefilling", "kv_ready", "decode_ready", "decodi
 def test_a_killed_worker_is_replaced_and_its_streams_go_on(
     role: str, service: Service, text_ids: list[int]
 ) -> None:
-    """Eight streams; their text is as if nothing had happened."""
-    prompts = [text_ids[40 * i : 40 * i + 60] for i in range(8)]
-    fields: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    """Five streams; their text is as if nothing had happened."""
+    prompts = [text_ids[40 * i : 40 * i + 60] for i in range(5)]
+    fields: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
     alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
     victim = next(row for row in service.workers() if row["role"] == role)
     heard = threading.Event()
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(5) as threads:
         running = [
             threads.submit(streamed, service.url, prompt, lambda _: heard.set(), **fields)
             for prompt in prompts
@@ -171,12 +172,76 @@ def test_a_killed_worker_is_replaced_and_its_streams_go_on(
         assert heard.wait(60)
         os.kill(victim["pid"], signal.SIGKILL)
         assert [one.result() for one in running] == alone
-    deadline = time.monotonic() + 60
-    while (row := service.worker(victim["id"]))["pid"] == victim["pid"] or row["state"] != "ready":
-        assert time.monotonic() < deadline, f"{victim['id']} did not come back: {row}"
-        time.sleep(0.1)
+
+    def is_back() -> bool:
+        row = service.worker(victim["id"])
+        return bool(row["pid"] != victim["pid"] and row["state"] == "ready")
+
+    until(is_back, f"{victim['id']} did not come back")
     service.until_idle()
     assert [service.complete(prompt, **fields)["text"] for prompt in prompts[:2]] == alone[:2]
+
+
+def test_a_frozen_worker_is_passed_over_and_taken_back(service: Service, text_ids: list[int]) -> None:
+    """It says nothing for longer than the limit, its streams go on elsewhere; then it wakes, and what it says of
+    the old attempts changes nothing."""
+    prompts = [text_ids[30 * i : 30 * i + 50] for i in range(4)]
+    fields: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
+    frozen = service.worker("decode-1")["pid"]
+    heard = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        running = [
+            threads.submit(streamed, service.url, prompt, lambda _: heard.set(), **fields)
+            for prompt in prompts
+        ]
+        assert heard.wait(60)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            assert [one.result() for one in running] == alone
+            until(lambda: service.worker("decode-1")["state"] == "lost", "decode-1 is not seen as lost")
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    until(lambda: service.worker("decode-1")["state"] == "ready", "decode-1 is not taken back")
+    assert service.worker("decode-1")["pid"] == frozen, "it needed no new life"
+    service.until_idle()
+    assert [service.complete(prompt, **fields)["text"] for prompt in prompts[:2]] == alone[:2]
+
+
+def test_a_killed_coordinator_comes_back_to_its_workers(service: Service, text_ids: list[int]) -> None:
+    """Its streams are lost, with their connections; the workers live on, and give up what nobody wants."""
+    workers = {row["id"]: row["pid"] for row in service.workers()}
+    prompt = text_ids[200:240]
+    fields: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    alone = service.complete(prompt, **fields)["text"]
+    (coordinator,) = [pid for pid in service.descendants() if pid not in workers.values()]
+    heard = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        broken = threads.submit(
+            streamed, service.url, text_ids[:30], lambda _: heard.set(), max_tokens=4000, ignore_eos=True
+        )
+        assert heard.wait(60)
+        os.kill(coordinator, signal.SIGKILL)
+        assert isinstance(broken.exception(60), httpx.HTTPError)
+    until(lambda: _is_healthy(service), "the service does not come back")
+    assert {row["id"]: row["pid"] for row in service.workers()} == workers
+    service.until_idle()
+    assert service.complete(prompt, **fields)["text"] == alone
+
+
+def _is_healthy(service: Service) -> bool:
+    try:
+        rows = service.workers()
+    except httpx.HTTPError:
+        return False
+    return len(rows) == 4 and all(row["state"] == "ready" for row in rows)
+
+
+def until(done: Callable[[], bool], otherwise: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
 
 
 def test_a_killed_launcher_takes_its_children_with_it(service: Service) -> None:

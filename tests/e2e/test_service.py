@@ -162,7 +162,7 @@ def test_a_stop_string_ends_it_and_frees_everything(service: Service) -> None:
 
 # ---------------------------------------------------------------- bad input
 
-BAD = [
+BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
     # what is wrong, path, what differs from a good body, status, what the message names
     ("an empty prompt", "completions", {"prompt": ""}, 400, "prompt"),
     ("no token ids", "completions", {"prompt": []}, 400, "prompt"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from common.request import SamplingParams
 from kernels.model import CausalModel
 from kernels.runner import load_runner
-from tests.exactness.real_cluster import BLOCK, Ask, Said, collocated
+from tests.exactness.real_cluster import BLOCK, THREADS, Ask, Said, collocated
 
 CHUNK = 128
 LENGTHS = (
@@ -33,7 +33,9 @@ def text_ids(smollm2_dir: Path) -> list[int]:
 @pytest.fixture(scope="session", params=["bfloat16", "float32"])
 def model(request: pytest.FixtureRequest, smollm2_dir: Path) -> Iterator[CausalModel]:
     threads_before = torch.get_num_threads()
-    yield load_runner(str(smollm2_dir), dtype=request.param, device="cpu", num_blocks=1, threads=1).model
+    yield load_runner(
+        str(smollm2_dir), dtype=request.param, device="cpu", num_blocks=1, threads=THREADS
+    ).model
     torch.set_num_threads(threads_before)
 
 

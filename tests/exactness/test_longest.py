@@ -17,7 +17,7 @@ from bench.virtual_cluster import Shape
 from kernels.model import CausalModel
 from kernels.runner import load_runner
 from tests.exactness.conftest import greedy
-from tests.exactness.real_cluster import BLOCK, Ask, RealCluster, Said
+from tests.exactness.real_cluster import BLOCK, THREADS, Ask, RealCluster, Said
 
 CONTEXT = 8192
 LAYERS = 3
@@ -33,7 +33,7 @@ def shallow(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Caus
     with safe_open(smollm2_dir / "model.safetensors", "pt") as weights:
         kept = {name: weights.get_tensor(name) for name in weights.keys() if _is_kept(name)}  # noqa: SIM118
     save_file(kept, folder / "model.safetensors")
-    return load_runner(str(folder), dtype="bfloat16", device="cpu", num_blocks=1, threads=1).model
+    return load_runner(str(folder), dtype="bfloat16", device="cpu", num_blocks=1, threads=THREADS).model
 
 
 def _is_kept(name: str) -> bool:

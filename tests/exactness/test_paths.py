@@ -85,12 +85,12 @@ def test_forced_preemption(
     path: str, caching: bool, model: CausalModel, text_ids: list[int], oracle: Oracle
 ) -> None:
     """Each takes three blocks to begin and five to end: of all together, some are thrown out on the way."""
-    asks = [Ask(tuple(text_ids[50 * i : 50 * i + 44]), greedy(24)) for i in range(3)]
-    asks += [Ask(tuple(text_ids[50 * i : 50 * i + 44]), seeded(i, 24)) for i in range(3, 5)]
+    asks = [Ask(tuple(text_ids[50 * i : 50 * i + 44]), greedy(24)) for i in range(2)]
+    asks.append(Ask(tuple(text_ids[100:144]), seeded(2, 24)))
     if path == "pools":
-        cluster = pools(model, chunk=128, decode_blocks=18, caching=caching)
+        cluster = pools(model, chunk=128, decode_blocks=12, caching=caching)
     else:
-        cluster = collocated(model, chunk=128, blocks=16, caching=caching)
+        cluster = collocated(model, chunk=128, blocks=10, caching=caching)
     check(asks, cluster.together(asks), oracle(asks))
     assert cluster.counted("decode-0", "num_preemptions_total") > 0
 

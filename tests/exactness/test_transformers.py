@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kernels.model import CausalModel
 from kernels.runner import load_runner
 from tests.exactness.conftest import LENGTHS, greedy
-from tests.exactness.real_cluster import Ask, RealCluster, pools
+from tests.exactness.real_cluster import THREADS, Ask, RealCluster, pools
 
 STEPS = 32
 NEAR_TIE = 1e-3
@@ -22,13 +22,13 @@ MOST_NEAR_TIES = 4  # of 384 steps: more would mean that the rule hides somethin
 
 @pytest.fixture(scope="module")
 def float32_model(smollm2_dir: Path) -> CausalModel:
-    return load_runner(str(smollm2_dir), dtype="float32", device="cpu", num_blocks=1, threads=1).model
+    return load_runner(str(smollm2_dir), dtype="float32", device="cpu", num_blocks=1, threads=THREADS).model
 
 
 @pytest.fixture(scope="module")
 def reference(smollm2_dir: Path) -> Iterator[PreTrainedModel]:
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # all 32 steps, whatever it says
     model.generation_config.pad_token_id = 0
