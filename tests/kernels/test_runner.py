@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from kernels.model_config import UnsupportedModel
 from kernels.runner import ModelRunner, load_runner
-from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
+from kernels.sampling import Draw, sample
+from tests.kernels.driving import Batch, Joined, Sampling, full_logits, generate, random_prompts
 from tests.kernels.tiny_models import save_model
 
 _NEAR_TIE = 1e-3
@@ -63,6 +64,15 @@ def test_settings_belong_to_their_row(tiny: ModelRunner) -> None:
     assert all((logprob is not None) == (row == 1) for row, out in enumerate(together) for _, logprob in out)
     assert not {2, 7} & {token for token, _ in together[3][:4]}
     assert together[2] != generate(tiny, [prompts[2]], 12, sampling=Sampling())[0]
+
+
+def test_a_draw_is_addressed_by_its_place_in_the_output(tiny: ModelRunner) -> None:
+    [prompt] = random_prompts([21], tiny.vocab_size)
+    sampling = Sampling(temperature=1.0, seed=77, child=2)
+    tokens = [token for token, _ in generate(tiny, [prompt], 10, sampling=sampling)[0]]
+    logits = full_logits(tiny, prompt + tokens, 8).numpy()[20:-1]
+    draws = [Draw(sampling, index) for index in range(10)]
+    assert [token for token, _ in sample(logits, draws)] == tokens
 
 
 def test_a_sequence_that_comes_back_goes_on_as_if_it_had_stayed(tiny: ModelRunner) -> None:

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chisquare
 
 from kernels.philox import uniforms
-from kernels.sampling import Draw, TokenCounts, adjust, logprobs, needs_counts, sample
+from kernels.sampling import Draw, TokenCounts, adjust, logprobs, needs_counts, pick, sample
 from tests.kernels.driving import Sampling
 
 
@@ -88,6 +88,12 @@ def test_20_000_draws_at_one_position(settings: dict[str, Any]) -> None:
     if expected[-1] == 0:
         found, expected = found[:-1], expected[:-1]
     assert chisquare(found, expected).pvalue > 1e-4
+
+
+def test_a_number_on_the_edge_never_falls_on_an_impossible_token() -> None:
+    logits = np.array([-np.inf, 0.0, -np.inf, 0.0, -np.inf], dtype=np.float32)
+    sampling = Sampling(temperature=1.0)
+    assert [pick(logits, sampling, number) for number in (0.0, 0.5, 1 - 2.0**-53)] == [1, 3, 3]
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
