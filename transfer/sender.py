@@ -39,6 +39,7 @@ from common.messages import (
     Revoke,
 )
 from common.request import Key, WorkerId
+from transfer.in_flight import InFlight
 
 MAX_NACKS = 2
 CANCEL_TRIES = 3
@@ -118,7 +119,7 @@ class TransferSender:
         self._outgoing: dict[Key, _Outgoing] = {}
         self._cancelling: dict[tuple[Key, WorkerId], _Cancelling] = {}
         self._addresses: dict[WorkerId, PeerAddress] = {}  # of the peers last spoken to
-        self._in_flight: dict[WorkerId, dict[tuple[Key, int], None]] = {}
+        self._in_flight = InFlight()
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -140,7 +141,7 @@ class TransferSender:
 
     @property
     def bytes_in_flight(self) -> int:
-        return sum(map(len, self._in_flight.values())) * self._block_bytes
+        return len(self._in_flight) * self._block_bytes
 
     # ------------------------------------------------------------ from the prefill worker
 
@@ -263,19 +264,15 @@ class TransferSender:
 
     def _credited(self, out: _Outgoing, message: Credit, now: float) -> list[Effect]:
         out.progress = now
-        flight = self._in_flight.get(out.target.worker, {})
-        for index in message.indices:
-            flight.pop((out.key, index), None)
-        self._drop_if_empty(out.target.worker)
+        self._in_flight.arrived(out.target.worker, out.key, message.indices)
         return []
 
     def _nacked(self, out: _Outgoing, message: Nack, now: float) -> tuple[list[Effect], list[SenderEvent]]:
         if out.life.phase not in (TransferPhase.ACCEPTED, TransferPhase.SENDING):
             return [], []
-        flight = self._in_flight.get(out.target.worker, {})
+        self._in_flight.arrived(out.target.worker, out.key, message.indices)
         waiting = set(out.to_send)
         for index in message.indices:
-            flight.pop((out.key, index), None)
             if index in waiting or index >= len(out.blocks):
                 continue
             out.nacks[index] = out.nacks.get(index, 0) + 1
@@ -283,7 +280,6 @@ class TransferSender:
                 return self._fail(out, f"block {index} did not arrive: {message.reason}", now)
             waiting.add(index)
         out.to_send = deque(sorted(waiting))
-        self._drop_if_empty(out.target.worker)
         self._ask_by(out, now + self._retry_s)
         return [], []
 
@@ -298,7 +294,7 @@ class TransferSender:
     def _revoked(self, out: _Outgoing, now: float) -> None:
         if out.life.phase is not TransferPhase.REVOKED:
             out.life.move(TransferPhase.REVOKED)
-            self._clear_flight(out)
+            self._in_flight.forget(out.target.worker, out.key)
             out.to_send.clear()
             self._ask_by(out, now + self._retry_s)
             out.bound = out.progress = now
@@ -313,7 +309,7 @@ class TransferSender:
         while moved:
             moved = False
             for out in ready:
-                if len(self._in_flight.get(out.target.worker, ())) >= out.window_frames:
+                if self._in_flight.count(out.target.worker) >= out.window_frames:
                     continue
                 if not out.sendable:
                     continue
@@ -359,7 +355,7 @@ class TransferSender:
     def _send(self, out: _Outgoing, index: int) -> Effect:
         if out.life.phase is TransferPhase.ACCEPTED:
             out.life.move(TransferPhase.SENDING)
-        self._in_flight.setdefault(out.target.worker, {})[(out.key, index)] = None
+        self._in_flight.add(out.target.worker, out.key, index)
         out.blocks_sent += 1
         return SendBlock(out.target, out.key, index, out.blocks[index])
 
@@ -375,7 +371,7 @@ class TransferSender:
         if out.life.phase is TransferPhase.REVOKED or out.life.phase is TransferPhase.OFFERED:
             return self._offer_again(out, now)
         if now - out.answered >= 2 * self._retry_s:
-            self._clear_flight(out)
+            self._in_flight.forget(out.target.worker, out.key)
         return self._hand_over_if_sent(out, now)
 
     def _offer_again(self, out: _Outgoing, now: float) -> list[Effect]:
@@ -383,7 +379,7 @@ class TransferSender:
             out.life.move(TransferPhase.OFFERED)
         out.to_send.clear()
         out.nacks.clear()
-        self._clear_flight(out)
+        self._in_flight.forget(out.target.worker, out.key)
         self._ask_by(out, now + self._retry_s)
         return [ToReceiver(out.target, out.offer)]
 
@@ -393,7 +389,7 @@ class TransferSender:
         return self._say_cancel(out, reason, now), [SendFailed(out.key, reason)]
 
     def _say_cancel(self, out: _Outgoing, reason: str, now: float) -> list[Effect]:
-        self._clear_flight(out)
+        self._in_flight.forget(out.target.worker, out.key)
         message = Cancel(*out.key, reason)
         ask_at = now + self._retry_s
         self._cancelling[(out.key, out.target.worker)] = _Cancelling(out.target, message, ask_at, tries=1)
@@ -410,17 +406,5 @@ class TransferSender:
         return [ToReceiver(cancelling.target, cancelling.message)]
 
     def _forget(self, out: _Outgoing) -> None:
-        self._clear_flight(out)
+        self._in_flight.forget(out.target.worker, out.key)
         self._outgoing.pop(out.key, None)
-
-    def _clear_flight(self, out: _Outgoing) -> None:
-        flight = self._in_flight.get(out.target.worker)
-        if flight is None:
-            return
-        for frame in [frame for frame in flight if frame[0] == out.key]:
-            del flight[frame]
-        self._drop_if_empty(out.target.worker)
-
-    def _drop_if_empty(self, worker: WorkerId) -> None:
-        if not self._in_flight.get(worker, True):
-            del self._in_flight[worker]
