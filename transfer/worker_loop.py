@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -53,9 +52,7 @@ class PureWorker(Protocol):
     def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]: ...
     def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None: ...
     def schedule(self, now: float) -> Batch | None: ...
-    def finish(
-        self, batch: Batch, results: Seq[RowResult], step_s: float, now: float
-    ) -> list[Effect]: ...
+    def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]: ...
     def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]: ...
     def turn(self, now: float) -> list[Effect]: ...
     def next_deadline(self) -> float | None: ...
@@ -70,7 +67,14 @@ Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
 
 class WorkerLoop:
     def __init__(
-        self, node: PureWorker, step: Step, cache: PagedCache, links: Links, card: Register, *, shutdown_timeout_s: float
+        self,
+        node: PureWorker,
+        step: Step,
+        cache: PagedCache,
+        links: Links,
+        card: Register,
+        *,
+        shutdown_timeout_s: float,
     ) -> None:
         self._node = node
         self._step = step
@@ -159,7 +163,9 @@ class WorkerLoop:
                 self._heartbeat_interval_s = message.heartbeat_interval_s
                 self._links.connect_fronts(message.fronts)
                 if not self._registered.is_set():
-                    log.info("registered; longest prompt and answer together: %d tokens", message.max_model_len)
+                    log.info(
+                        "registered; longest prompt and answer together: %d tokens", message.max_model_len
+                    )
                 self._registered.set()
             case RegistrationRefused():
                 self._refused(message)
@@ -168,7 +174,9 @@ class WorkerLoop:
                     self._registered.clear()
                     self._links.to_coordinator(self._card)
                 for key in message.abort:
-                    self._carry_out(self._node.abort(key, "the coordinator does not want it", time.monotonic()))
+                    self._carry_out(
+                        self._node.abort(key, "the coordinator does not want it", time.monotonic())
+                    )
             case Drain():
                 self._asked_to_stop.set()
             case _:
@@ -178,7 +186,9 @@ class WorkerLoop:
     def _refused(self, message: RegistrationRefused) -> None:
         if self._failure is None or self._failure.done():
             return
-        reason = f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here"
+        reason = (
+            f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here"
+        )
         self._failure.set_exception(BadConfiguration(reason))
 
     def _from_peer(self, message: Message, sender: Sender) -> None:
@@ -208,9 +218,7 @@ class WorkerLoop:
         self._set_timer(now)
         self._changed.set()
 
-    def _step_done(
-        self, batch: Batch, future: asyncio.Future[tuple[Seq[RowResult], dict[int, str]]]
-    ) -> None:
+    def _step_done(self, batch: Batch, future: asyncio.Future[tuple[Seq[RowResult], dict[int, str]]]) -> None:
         if future.cancelled():
             return
         now = time.monotonic()
