@@ -27,13 +27,11 @@ from common.messages import (
     Accepted,
     Admitted,
     CancelRequest,
-    Decode,
     Ended,
     Heartbeat,
     HeartbeatAck,
     Later,
     Message,
-    Prefill,
     Progress,
     Rebind,
     Refused,
@@ -47,18 +45,15 @@ from common.messages import (
     StopRequest,
     Submit,
 )
-from common.request import Attempt, Key, Request, RequestId, WorkerId, pack_ids
-from coordinator.queue import Entry, WaitingQueue
+from common.request import Attempt, Key, Request, RequestId, WorkerId
+from coordinator.dispatcher import Dispatcher
+from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
-from coordinator.router import Router
-from coordinator.tracker import NO_ATTEMPT, Tracked, Tracker
+from coordinator.tracker import Tracked, Tracker
 
 MAX_FRUITLESS = 5
 MAX_ASKS = 4
 MAX_DEATHS = 2
-MAX_PASSES = 64
-LOOK_AHEAD = 32  # entries of the queue that are looked at in one go …
-MAX_BLOCKED = 8  # … as long as no more than these found no room
 
 
 class Cluster:
@@ -76,13 +71,13 @@ class Cluster:
         self.queue = queue
         self.tracker = Tracker()
         self.counters = Counters()
-        self._router = Router()
-        self._attempt = first_attempt
+        self._dispatcher = Dispatcher(
+            registry, queue, self.tracker, first_attempt=first_attempt, ask_again_s=ask_again_s
+        )
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._unheld_after_s = unheld_after_s
         self._next_look = 0.0
-        self._room_made = True  # since the queue was last walked: nothing else makes walking it worth while
         self.draining = False
 
     # ------------------------------------------------------------ from the front
@@ -97,8 +92,8 @@ class Cluster:
         deadline = None if message.deadline_s is None else now + message.deadline_s
         assert self.tracker.get(request.request_id) is None, "request ids are minted once"
         tracked = self.tracker.new(request, deadline, now)
-        self._enqueue(tracked, now)
-        return [ToFront(request.front, Admitted(request.request_id)), *self._dispatch_waiting(now)]
+        self._dispatcher.enqueue(tracked, now)
+        return [ToFront(request.front, Admitted(request.request_id)), *self._dispatcher.give_out(now)]
 
     def _rejection(self, request: Request) -> Rejected | None:
         def no(error: str, reason: str, retry_after_s: float = 0.0) -> Rejected:
@@ -115,17 +110,11 @@ class Cluster:
             asked = f"{request.prompt_tokens} prompt tokens and {request.sampling.max_tokens} output tokens"
             return no("BadRequest", f"{asked} do not fit the limit of {limit} tokens")
         full = self.queue.full_for(request.prompt_tokens)
-        return None if full is None else no("NotAdmitted", full, self._retry_after_s())
-
-    def _retry_after_s(self) -> float:
-        """How long until what waits now should be through: tokens ahead over the pool's present rate."""
-        workers = self.registry.usable("prefill") or self.registry.usable("decode")
-        rate = sum(w.card.max_num_batched_tokens / max(w.load.step_s, 0.05) for w in workers)
-        return min(60.0, max(1.0, self.queue.tokens / max(rate, 1.0)))
+        return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
 
     def from_front(self, message: Message, now: float) -> list[Effect]:
         """What the front saw or its client did; whoever waits gets the room that this makes."""
-        return self._on_front(message, now) + self._dispatch_waiting(now)
+        return self._on_front(message, now) + self._dispatcher.give_out(now)
 
     def _on_front(self, message: Message, now: float) -> list[Effect]:
         match message:
@@ -160,8 +149,7 @@ class Cluster:
     def _prompt_done(self, tracked: Tracked, now: float) -> None:
         """The attempt's first token is out (whatever else was lost on the way)."""
         tracked.prompt_done = True
-        self._room_made = True
-        self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
+        self._dispatcher.prompt_done(tracked)
         if tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
         if tracked.life.phase is Phase.PREFILLING:
@@ -190,7 +178,7 @@ class Cluster:
 
     def from_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
         """Anything a worker says on its control link."""
-        return self._on_worker(message, sender, now) + self._dispatch_waiting(now)
+        return self._on_worker(message, sender, now) + self._dispatcher.give_out(now)
 
     def _on_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -221,7 +209,7 @@ class Cluster:
             self.registry.mark_lost(before)
             effects += self._worker_lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
-        self._room_made = True
+        self._dispatcher.room_made = True
         return [*effects, ToWorker(worker_id, answer)]
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
@@ -277,7 +265,7 @@ class Cluster:
             return []
         if isinstance(tracked.command, Rebind):
             return []  # an older answer: ours is on its way, or is sent again
-        return self._command(tracked, Rebind(*tracked.key, target.card.address), now)
+        return self._dispatcher.command(tracked, Rebind(*tracked.key, target.card.address), now)
 
     def _later(self, tracked: Tracked, message: Later, now: float) -> list[Effect]:
         """The worker has no room after all: it is asked again, for as long as a request may wait at all."""
@@ -288,19 +276,11 @@ class Cluster:
         tracked.asks = 0
         return []
 
-    def _command(self, tracked: Tracked, command: Message, now: float) -> list[Effect]:
-        """Sends a command to the one that computes the prompt; it is said again until answered."""
-        tracked.command = command
-        tracked.asks = 1
-        tracked.ask_at = now + self._ask_again_s
-        return [ToWorker(tracked.holders[0], command)]
-
     def _owned(self, tracked: Tracked, now: float) -> None:
         """The decode worker holds all of it now."""
         tracked.command = None
         tracked.handed_over = True
-        self._room_made = True
-        self._router.prefilled(tracked.id, tracked.prefill)
+        self._dispatcher.prompt_done(tracked)
         for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
             if phase in REQUEST_MOVES[tracked.life.phase]:
                 tracked.life.move(phase, now)
@@ -313,7 +293,6 @@ class Cluster:
         tracked.seen_at = now
         tracked.command = None
         if message.outcome == "handed_over":
-            self._room_made = True
             if not tracked.handed_over:  # its word may come before the decode worker's own
                 self._owned(tracked, now)
             return []
@@ -342,10 +321,10 @@ class Cluster:
             effects += self._worker_lost(worker, "stopped answering", now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
-            self._room_made = True
+            self._dispatcher.room_made = True
             for tracked in self.tracker.all():
                 effects += self._look_after(tracked, now)
-        return effects + self._dispatch_waiting(now)
+        return effects + self._dispatcher.give_out(now)
 
     def next_deadline(self, now: float) -> float | None:
         """When `turn` must be called at the latest; None while there is nothing to watch."""
@@ -388,82 +367,6 @@ class Cluster:
         assert tracked.command is not None
         return [ToWorker(tracked.holders[0], tracked.command)]
 
-    # ------------------------------------------------------------ dispatch
-
-    def _enqueue(self, tracked: Tracked, now: float) -> None:
-        entry = Entry(tracked.id, tracked.request.priority, tracked.arrival, tracked.tokens, since=now)
-        self.queue.push(entry)
-        self._room_made = True
-
-    def _dispatch_waiting(self, now: float) -> list[Effect]:
-        """Gives out what workers have room for, in order. One without room lets a few behind it pass, so that a
-        long prompt does not idle the pools, and not more than MAX_PASSES, so that it does not wait for ever."""
-        effects: list[Effect] = []
-        while self._room_made and self.queue.first() is not None:
-            effects += self._walk_queue(now)
-        return effects
-
-    def _walk_queue(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        passed: list[Tracked] = []
-        entries = self.queue.ahead(LOOK_AHEAD)
-        for entry in entries:
-            tracked = self.tracker.get(entry.id)
-            assert tracked is not None
-            pair = self._pick(tracked)
-            if pair is None:
-                passed.append(tracked)
-                if len(passed) > MAX_BLOCKED:
-                    break
-                continue
-            if any(blocked.passes >= MAX_PASSES for blocked in passed):
-                break
-            self.queue.remove(entry.id)
-            effects += self._dispatch(tracked, *pair, now)
-            for blocked in passed:
-                blocked.passes += 1
-        self._room_made = not passed and len(entries) == LOOK_AHEAD  # there may be more, and room for it
-        return effects
-
-    def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
-        """The pair of workers for it; without a prefill worker the decode worker does both."""
-        longest = tracked.request.max_total_tokens
-        deciders = [w for w in self.registry.usable("decode") if w.longest_tokens >= longest]
-        prefillers = [w for w in self.registry.usable("prefill") if w.longest_tokens >= tracked.tokens]
-        if not deciders:
-            return None
-        if not prefillers:
-            local = self._router.pick_prefill(deciders, tracked.tokens, tracked.avoid)
-            if local is None or self._router.pick_decode([local], self._blocks(tracked, local), ()) is None:
-                return None
-            return None, local
-        decode = self._router.pick_decode(deciders, self._blocks(tracked, deciders[0]), tracked.avoid)
-        prefill = self._router.pick_prefill(prefillers, tracked.tokens, tracked.avoid)
-        return None if decode is None or prefill is None else (prefill, decode)
-
-    def _blocks(self, tracked: Tracked, worker: Worker) -> int:
-        return tracked.tokens // worker.card.block_size + 2
-
-    def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> list[Effect]:
-        self._attempt = Attempt(self._attempt + 1)
-        tracked.attempt = self._attempt
-        tracked.attempts += 1
-        tracked.prefill = prefill.id if prefill is not None else None
-        tracked.decode = decode.id
-        tracked.handed_over = tracked.prompt_done = False
-        tracked.passes = 0
-        tracked.seen_at = tracked.dispatched_at = now
-        tracked.life.move(Phase.QUEUED, now)
-        self._router.assign(
-            tracked.id, tracked.prefill or decode.id, decode.id, tracked.tokens, self._blocks(tracked, decode)
-        )
-        outputs = pack_ids(tracked.outputs)
-        if prefill is not None:
-            return self._command(
-                tracked, Prefill(*tracked.key, tracked.request, outputs, decode.card.address), now
-            )
-        return self._command(tracked, Decode(*tracked.key, tracked.request, outputs), now)
-
     # ------------------------------------------------------------ when something goes
 
     def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
@@ -490,22 +393,11 @@ class Cluster:
     def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:
         """The prefill worker still has every block: only the destination changes."""
         tracked.avoid.add(lost.id)
-        longest = tracked.request.max_total_tokens
-        fitting = [w for w in self.registry.usable("decode") if w.longest_tokens >= longest]
-        target = self._router.pick_decode(fitting, self._blocks(tracked, lost), tracked.avoid)
-        if target is None or target.id == lost.id or tracked.prefill is None:
+        rebound = self._dispatcher.rebind(tracked, now)
+        if rebound is None:
             return self._again(tracked, f"{lost.id} {how}", now)
-        self._room_made = True
-        self._router.release(tracked.id, None, tracked.decode)
-        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
-        tracked.decode = target.id
         tracked.last_fault = f"{lost.id} {how}"
-        tracked.seen_at = now
-        address = target.card.address
-        if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target, see `_accepted`
-            outputs = tracked.command.output_ids
-            return self._command(tracked, Prefill(*tracked.key, tracked.request, outputs, address), now)
-        return self._command(tracked, Rebind(*tracked.key, address), now)
+        return rebound
 
     def _again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
         """Back to the queue with what the front has; the present attempt is told to end."""
@@ -516,13 +408,9 @@ class Cluster:
             stage = f"given up in {tracked.life.phase} after {tracked.fruitless} attempts without a token"
             return said + self._fail(tracked, "RequestFailed", f"{stage}: {why}", now)
         self.counters.add("requests_migrated_total")
-        self._room_made = True
-        self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
-        tracked.prefill = tracked.decode = None
-        tracked.attempt = NO_ATTEMPT
-        tracked.command = None
+        self._dispatcher.take_back(tracked)
         tracked.life.move(Phase.WAITING, now)
-        self._enqueue(tracked, now)
+        self._dispatcher.enqueue(tracked, now)
         return said
 
     def _abort_holders(self, tracked: Tracked, reason: str) -> list[Effect]:
@@ -536,10 +424,8 @@ class Cluster:
         """The one end of a request."""
         if tracked.life.phase is Phase.WAITING:
             self.queue.remove(tracked.id)
-        self._room_made = True
-        self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
+        self._dispatcher.release(tracked)
         tracked.life.move(phase, now)
-        tracked.command = None
         self.tracker.end(tracked)
         return []
 
@@ -548,7 +434,7 @@ class Cluster:
     @property
     def settled(self) -> bool:
         """Nothing waits, runs, or takes a share of any worker."""
-        return len(self.tracker) == 0 and len(self.queue) == 0 and self._router.empty
+        return len(self.tracker) == 0 and len(self.queue) == 0 and self._dispatcher.idle
 
     def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
         return self.tracker.timeline(request_id, now)

@@ -34,6 +34,7 @@ class Tracked:
     dispatched_at: float = 0.0
     passes: int = 0  # dispatches from behind it since it has stood in the queue
     seen_at: float = 0.0  # last proof that somebody holds the present attempt
+    block_size: int = 1  # of the pair that has it; the fingerprint makes them equal
     prompt_done: bool = False
     handed_over: bool = False
     avoid: set[WorkerId] = field(default_factory=set)

@@ -29,7 +29,8 @@ from common.messages import (
     StopRequest,
 )
 from common.request import Attempt, Key, RequestId, pack_ids
-from coordinator.cluster import MAX_ASKS, MAX_FRUITLESS, MAX_PASSES
+from coordinator.cluster import MAX_ASKS, MAX_FRUITLESS
+from coordinator.dispatcher import MAX_PASSES
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 
 A = RequestId("a")

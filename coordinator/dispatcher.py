@@ -1,0 +1,179 @@
+"""Gives waiting requests to pairs of workers, and keeps account of what that takes of them. Pure.
+
+The rule of the queue: in order, and one without room lets a few behind it pass, so that a long prompt does not
+idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. A dispatch is a command,
+said again by the cluster until a worker has answered it.
+"""
+
+from __future__ import annotations
+
+from common.effects import Effect, ToWorker
+from common.lifecycle import Phase
+from common.messages import Decode, Message, Prefill, Rebind
+from common.request import Attempt, pack_ids
+from coordinator.queue import Entry, WaitingQueue
+from coordinator.registry import Registry, Worker
+from coordinator.router import Router
+from coordinator.tracker import NO_ATTEMPT, Tracked, Tracker
+
+MAX_PASSES = 64
+LOOK_AHEAD = 32  # entries of the queue that are looked at in one go …
+MAX_BLOCKED = 8  # … as long as no more than these found no room
+
+
+class Dispatcher:
+    """`room_made`: since the queue was last walked; nothing else makes walking it worth while."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        queue: WaitingQueue,
+        tracker: Tracker,
+        *,
+        first_attempt: Attempt,
+        ask_again_s: float,
+    ) -> None:
+        self._registry = registry
+        self._queue = queue
+        self._tracker = tracker
+        self._router = Router()
+        self._attempt = first_attempt
+        self._ask_again_s = ask_again_s
+        self.room_made = True
+
+    @property
+    def idle(self) -> bool:
+        """Nobody takes a share of any worker."""
+        return self._router.empty
+
+    # ------------------------------------------------------------ the queue
+
+    def enqueue(self, tracked: Tracked, now: float) -> None:
+        entry = Entry(tracked.id, tracked.request.priority, tracked.arrival, tracked.tokens, since=now)
+        self._queue.push(entry)
+        self.room_made = True
+
+    def give_out(self, now: float) -> list[Effect]:
+        """Gives out what workers have room for."""
+        effects: list[Effect] = []
+        while self.room_made and self._queue.first() is not None:
+            effects += self._walk_queue(now)
+        return effects
+
+    def retry_after_s(self) -> float:
+        """How long until what waits now should be through: tokens ahead over the pool's present rate."""
+        workers = self._registry.usable("prefill") or self._registry.usable("decode")
+        rate = sum(w.card.max_num_batched_tokens / max(w.load.step_s, 0.05) for w in workers)
+        return min(60.0, max(1.0, self._queue.tokens / max(rate, 1.0)))
+
+    def _walk_queue(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        passed: list[Tracked] = []
+        entries = self._queue.ahead(LOOK_AHEAD)
+        for entry in entries:
+            tracked = self._tracker.get(entry.id)
+            assert tracked is not None
+            pair = self._pick(tracked)
+            if pair is None:
+                passed.append(tracked)
+                if len(passed) > MAX_BLOCKED:
+                    break
+                continue
+            if any(blocked.passes >= MAX_PASSES for blocked in passed):
+                break
+            self._queue.remove(entry.id)
+            effects += self._dispatch(tracked, *pair, now)
+            for blocked in passed:
+                blocked.passes += 1
+        self.room_made = not passed and len(entries) == LOOK_AHEAD  # there may be more, and room for it
+        return effects
+
+    # ------------------------------------------------------------ one request
+
+    def command(self, tracked: Tracked, command: Message, now: float) -> list[Effect]:
+        """Sends a command to the one that computes the prompt; it is said again until answered."""
+        tracked.command = command
+        tracked.asks = 1
+        tracked.ask_at = now + self._ask_again_s
+        return [ToWorker(tracked.holders[0], command)]
+
+    def rebind(self, tracked: Tracked, now: float) -> list[Effect] | None:
+        """Another decode worker for a prompt that its prefill worker still holds; None when there is no other."""
+        lost = tracked.decode
+        target = self._router.pick_decode(
+            self._deciders(tracked), self._blocks(tracked, tracked.block_size), tracked.avoid
+        )
+        if target is None or target.id == lost or tracked.prefill is None:
+            return None
+        self.room_made = True
+        self._router.release(tracked.id, None, lost)
+        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, tracked.block_size))
+        tracked.decode = target.id
+        tracked.seen_at = now
+        address = target.card.address
+        if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target
+            outputs = tracked.command.output_ids
+            return self.command(tracked, Prefill(*tracked.key, tracked.request, outputs, address), now)
+        return self.command(tracked, Rebind(*tracked.key, address), now)
+
+    def prompt_done(self, tracked: Tracked) -> None:
+        """Its prompt is computed: it is no longer ahead of anybody."""
+        self.room_made = True
+        self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
+
+    def release(self, tracked: Tracked) -> None:
+        """It takes no share of its workers any more."""
+        self.room_made = True
+        self._router.release(tracked.id, tracked.prefill or tracked.decode, tracked.decode)
+        tracked.command = None
+
+    def take_back(self, tracked: Tracked) -> None:
+        """Its present attempt is over, the next one not dispatched."""
+        self.release(tracked)
+        tracked.prefill = tracked.decode = None
+        tracked.attempt = NO_ATTEMPT
+
+    # ------------------------------------------------------------ inside
+
+    def _deciders(self, tracked: Tracked) -> list[Worker]:
+        longest = tracked.request.max_total_tokens
+        return [w for w in self._registry.usable("decode") if w.longest_tokens >= longest]
+
+    def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
+        """The pair of workers for it; without a prefill worker the decode worker does both."""
+        deciders = self._deciders(tracked)
+        prefillers = [w for w in self._registry.usable("prefill") if w.longest_tokens >= tracked.tokens]
+        if not deciders:
+            return None
+        blocks = self._blocks(tracked, deciders[0].card.block_size)
+        if not prefillers:
+            local = self._router.pick_prefill(deciders, tracked.tokens, tracked.avoid)
+            if local is None or self._router.pick_decode([local], blocks, ()) is None:
+                return None
+            return None, local
+        decode = self._router.pick_decode(deciders, blocks, tracked.avoid)
+        prefill = self._router.pick_prefill(prefillers, tracked.tokens, tracked.avoid)
+        return None if decode is None or prefill is None else (prefill, decode)
+
+    def _blocks(self, tracked: Tracked, block_size: int) -> int:
+        return tracked.tokens // block_size + 2
+
+    def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> list[Effect]:
+        self._attempt = Attempt(self._attempt + 1)
+        tracked.attempt = self._attempt
+        tracked.attempts += 1
+        tracked.prefill = prefill.id if prefill is not None else None
+        tracked.decode = decode.id
+        tracked.block_size = decode.card.block_size
+        tracked.handed_over = tracked.prompt_done = False
+        tracked.passes = 0
+        tracked.seen_at = tracked.dispatched_at = now
+        tracked.life.move(Phase.QUEUED, now)
+        blocks = self._blocks(tracked, tracked.block_size)
+        self._router.assign(tracked.id, tracked.prefill or decode.id, decode.id, tracked.tokens, blocks)
+        outputs = pack_ids(tracked.outputs)
+        if prefill is None:
+            return self.command(tracked, Decode(*tracked.key, tracked.request, outputs), now)
+        return self.command(
+            tracked, Prefill(*tracked.key, tracked.request, outputs, decode.card.address), now
+        )
