@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,17 @@ def tiny(tmp_path: Path) -> ModelRunner:
     )
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, 127, 300])
-def test_smollm2_tokens_equal_transformers(length: int, smollm2_dir: Path) -> None:
-    """Greedy, float32, 32 tokens. Where the reference's two best lie within 1e-3 its token is forced on both."""
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir: Path) -> tuple[ModelRunner, Any]:
+    """Ours and transformers', both float32."""
     runner = load_runner(str(smollm2_dir), dtype="float32", device="cpu", num_blocks=30, threads=1)
-    reference = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    return runner, AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 127, 300])
+def test_smollm2_tokens_equal_transformers(length: int, smollm2: tuple[ModelRunner, Any]) -> None:
+    """Greedy, float32, 32 tokens. Where the reference's two best lie within 1e-3 its token is forced on both."""
+    runner, reference = smollm2
     [tokens] = random_prompts([length], 49_152, seed=length)
     wanted = 32
     with torch.inference_mode():
