@@ -138,9 +138,13 @@ class ModelRunner:
         rows = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
         ids: list[tuple[int, ...]] = [()] * len(slots)
         logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(slots)
+        faults: dict[int, str] = {}
         if len(rows):
             lasts = torch.from_numpy((step.firsts + counts - 1)[rows].astype(np.int64)).to(device)
             logits = self.model.logits(hidden[lasts]).cpu().numpy()
+            whole = np.isfinite(logits.max(axis=1))  # NaN wins a max
+            faults = {int(row): "its logits are not finite" for row in rows[~whole]}
+            rows, logits = rows[whole], logits[whole]
             outputs = sample(logits, [self._draw(int(slots[row]), int(ends[row])) for row in rows])
             for row, (token_id, logprob) in zip(rows.tolist(), outputs, strict=True):
                 ids[row] = (token_id,)
@@ -148,7 +152,7 @@ class ModelRunner:
                 seen = self._held(int(slots[row])).counts
                 if seen is not None:
                     seen.append(token_id)
-        return StepResult(tuple(ids), tuple(logprobs))
+        return StepResult(tuple(ids), tuple(logprobs), faults)
 
     def _draw(self, slot: int, end: int) -> Draw:
         held = self._held(slot)

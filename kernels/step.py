@@ -4,8 +4,8 @@ The `...Like` classes are structural: any object with these fields will do, so t
 folder that decides what is batched.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -98,10 +98,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row of the batch: the sampled ids (none where the row does not sample) and their log-probabilities."""
+    """Per row of the batch: the sampled ids (none where the row does not sample) and their log-probabilities.
+
+    `faults` are rows that should have sampled and could not, and why: an overflow must not become a token.
+    """
 
     ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...] | None, ...]
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

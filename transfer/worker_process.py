@@ -16,7 +16,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,12 +47,15 @@ class LogprobLike(Protocol):
 
 
 class StepResult(Protocol):
-    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked)."""
+    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked). `faults`: rows
+    that should have sampled and could not."""
 
     @property
     def ids(self) -> Seq[tuple[int, ...]]: ...
     @property
     def logprobs(self) -> Seq[Seq[LogprobLike] | None]: ...
+    @property
+    def faults(self) -> Mapping[int, str]: ...
 
 
 class Runner(Protocol):
@@ -206,19 +209,23 @@ def _version(package: str) -> str:
 
 
 def run_isolating(runner: Runner, batch: Batch) -> tuple[Seq[RowResult], dict[int, str]]:
-    """Runs a step. When it raises, each row is tried alone: those that raise again are named, the others go on.
+    """Runs a step; the second part names the rows that could not be computed. When the step raises, each row is
+    tried alone: those that raise again are named, the others go on.
 
     Rows may be computed again without harm: the same tokens give the same KV in the same places.
     """
     try:
-        return _rows(runner.run(batch)), {}
+        result = runner.run(batch)
+        return _rows(result), dict(result.faults)
     except Exception:
         log.exception("a step of %d rows raised; trying its rows one by one", len(batch.rows))
     results: list[RowResult] = []
     failed: dict[int, str] = {}
     for index, single in enumerate(_one_by_one(batch)):
         try:
-            results += _rows(runner.run(single))
+            result = runner.run(single)
+            results += _rows(result)
+            failed.update({index: fault for fault in result.faults.values()})
         except Exception as error:
             log.exception("request %s raised alone", batch.rows[index].key[0])
             failed[index] = f"{type(error).__name__} in its step"

@@ -111,6 +111,20 @@ def test_rows_that_do_not_sample_give_nothing(tiny: ModelRunner) -> None:
     assert tiny.run(Batch(left=[0, 1])).ids == ()
 
 
+def test_an_overflow_is_a_fault_of_its_row_and_no_token(tiny: ModelRunner) -> None:
+    good = Joined(0, [5] * 9, 9, [1], Sampling())
+    alone = Batch(joined=[good])
+    alone.add(0, 0, [5] * 9, True)
+    expected = tiny.run(alone).ids[0]
+    tiny.cache.tensor[2].fill_(float("nan"))  # what an overflow in an earlier step would have left there
+    batch = Batch(joined=[good, Joined(1, [6] * 9, 9, [2], Sampling())])
+    batch.add(0, 0, [5] * 9, True)
+    batch.add(1, 8, [6], True)
+    result = tiny.run(batch)
+    assert result.ids == (expected, ()) and dict(result.faults) == {1: "its logits are not finite"}
+    tiny.cache.tensor[2].fill_(0)
+
+
 def test_a_caller_that_errs_is_stopped(tiny: ModelRunner) -> None:
     unknown = Batch()
     unknown.add(2, 0, [5], True)
