@@ -225,7 +225,8 @@ def run_isolating(runner: Runner, batch: Batch) -> tuple[Seq[RowResult], dict[in
         try:
             result = runner.run(single)
             results += _rows(result)
-            failed.update({index: fault for fault in result.faults.values()})
+            if result.faults:
+                failed[index] = result.faults[0]
         except Exception as error:
             log.exception("request %s raised alone", batch.rows[index].key[0])
             failed[index] = f"{type(error).__name__} in its step"
