@@ -38,12 +38,12 @@ class Asked:
 
 
 def mixed(text_ids: list[int], count: int) -> list[Asked]:
-    """Prompts of 1 to 600 tokens, answers of 2 to 16, every third one seeded at temperature 1."""
+    """Prompts of 1 to 600 tokens, answers of 2 to 10, every third one seeded at temperature 1."""
     lengths = [1, 15, 16, 17, 40, 64, 130, 257, 5, 600, 31, 33, 90, 8, 200, 48]
     asked = []
     for index in range(count):
         start = 17 * index
-        fields: dict[str, Any] = {"max_tokens": 2 + index % 15, "ignore_eos": True}
+        fields: dict[str, Any] = {"max_tokens": 2 + index % 9, "ignore_eos": True}
         if index % 3 == 2:
             fields |= {"temperature": 1, "seed": index}
         asked.append(Asked(text_ids[start : start + lengths[index % len(lengths)]], fields))
@@ -121,7 +121,7 @@ def leavers(text_ids: list[int]) -> list[Leaver]:
 def test_two_hundred_clients_that_leave(service: Service, text_ids: list[int]) -> None:
     prompt = text_ids[500:530]
     # Ends long before the last client leaves: it is not to be what keeps the gauges up.
-    witness_fields: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    witness_fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     alone = service.complete(prompt, **witness_fields)["text"]
     aborted_before = {phase: service.metric("requests_aborted_total", phase=phase) for phase in PHASES}
     port = int(service.url.rsplit(":", 1)[1])

@@ -104,10 +104,10 @@ def test_the_timeline_of_a_request(service: Service) -> None:
 
 
 def test_a_stream_is_the_same_text_in_pieces(service: Service) -> None:
-    whole = chat_text(service.post("/v1/chat/completions", chat("Name three rivers.", max_tokens=40)))
+    whole = chat_text(service.post("/v1/chat/completions", chat("Name three rivers.", max_tokens=24)))
     pieces: list[str] = []
     usage = None
-    body = chat("Name three rivers.", max_tokens=40, stream=True, stream_options={"include_usage": True})
+    body = chat("Name three rivers.", max_tokens=24, stream=True, stream_options={"include_usage": True})
     with httpx.stream("POST", service.url + "/v1/chat/completions", json=body, timeout=60) as answer:
         for event in events(answer.iter_lines()):
             pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
@@ -151,9 +151,9 @@ def test_the_openai_client(service: Service) -> None:
 def test_a_stop_string_ends_it_and_frees_everything(service: Service) -> None:
     """The front finds it, so the workers are told to stop, not that the client left."""
     aborted = service.metric("requests_aborted_total")
-    free_run = service.complete("One, two, three, four,", max_tokens=60)["text"]
+    free_run = service.complete("One, two, three, four,", max_tokens=30)["text"]
     stop = free_run[10:16]
-    stopped = service.complete("One, two, three, four,", max_tokens=60, stop=[stop])
+    stopped = service.complete("One, two, three, four,", max_tokens=30, stop=[stop])
     assert stopped["text"] == free_run[: free_run.index(stop)]
     assert stopped["finish_reason"] == "stop"
     service.until_idle()
@@ -205,7 +205,7 @@ MALFORMED: list[tuple[str, bytes]] = [
 def test_bad_input_is_named_and_disturbs_nobody(service: Service, text_ids: list[int]) -> None:
     """A greedy witness streams in the same batch all the while."""
     prompt = text_ids[60:90]
-    alone = service.complete(prompt, max_tokens=60, ignore_eos=True)["text"]
+    alone = service.complete(prompt, max_tokens=40, ignore_eos=True)["text"]
     heard: list[str] = []
     said: list[str] = []
     begun = threading.Event()
@@ -215,7 +215,7 @@ def test_bad_input_is_named_and_disturbs_nobody(service: Service, text_ids: list
             heard.append(piece)
             begun.set()
 
-        said.append(streamed(service.url, prompt, hear, max_tokens=60, ignore_eos=True))
+        said.append(streamed(service.url, prompt, hear, max_tokens=40, ignore_eos=True))
 
     running = threading.Thread(target=witness)
     running.start()
@@ -233,7 +233,7 @@ def test_bad_input_is_named_and_disturbs_nobody(service: Service, text_ids: list
         assert answer.json()["error"]["message"], what
     running.join(60)
     assert said == [alone]
-    assert len(heard) > 20
+    assert len(heard) > 12
     service.until_idle()
 
 
@@ -293,7 +293,7 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_the_rest(
 ) -> None:
     """Last in this file: the service is gone after it."""
     prompt = text_ids[30:60]
-    alone = service.complete(prompt, max_tokens=60, ignore_eos=True)["text"]
+    alone = service.complete(prompt, max_tokens=30, ignore_eos=True)["text"]
     refused: list[int] = []
 
     def hear(_: str) -> None:
@@ -307,7 +307,7 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_the_rest(
         assert httpx.get(service.url + "/health").status_code == 503
 
     before = service.descendants()
-    assert streamed(service.url, prompt, hear, max_tokens=60, ignore_eos=True) == alone
+    assert streamed(service.url, prompt, hear, max_tokens=30, ignore_eos=True) == alone
     assert refused[-1] == 503
     assert service.launcher.wait(20) == 0
     assert before and not any(Path(f"/proc/{pid}").exists() for pid in before)

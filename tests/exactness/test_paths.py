@@ -41,20 +41,20 @@ def test_both_pools_in_any_chunks_cold_then_warm(
 
     hits = cluster.counted("prefill-0", "prefix_cache_hits_total")
     moved = cluster.counted("decode-0", "kv_transfer_bytes_total")
-    again = asks if chunk == 512 else asks[-4:]
+    again = asks if chunk == 512 and model.dtype is torch.bfloat16 else asks[-4:]
     check(again, cluster.together(again), oracle(again))
     assert cluster.counted("prefill-0", "prefix_cache_hits_total") > hits
     resent = cluster.counted("decode-0", "kv_transfer_bytes_total") - moved
     assert resent < moved / 4, "blocks that the decode worker holds are not sent again"
 
 
-@pytest.mark.parametrize("chunk", [32, 128, 512])
-def test_collocated_in_any_chunks(chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
-    cluster = collocated(model, chunk=chunk)
-    check(asks, cluster.together(asks), oracle(asks))
-    if chunk == 32:
+def test_collocated_in_any_chunks(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    # In float32 the chunk sizes are compared through both pools, above: these would take half a minute.
+    for chunk in (32, 128, 512) if model.dtype is torch.bfloat16 else (128,):
+        cluster = collocated(model, chunk=chunk)
+        check(asks, cluster.together(asks), oracle(asks))
         hits = cluster.counted("decode-0", "prefix_cache_hits_total")
-        check(asks[-4:], cluster.together(asks[-4:]), oracle(asks[-4:]))
+        check(asks[-2:], cluster.together(asks[-2:]), oracle(asks[-2:]))
         assert cluster.counted("decode-0", "prefix_cache_hits_total") > hits
 
 
@@ -71,12 +71,12 @@ def test_a_longer_prompt_on_a_cached_prefix(
     cluster = pools(model, chunk=128) if path == "pools" else collocated(model, chunk=128)
     first = Ask(tuple(text_ids[:200]), greedy())
     (answer,) = cluster.together([first])
-    longer = [Ask(tuple(text_ids[:length]), greedy()) for length in (192, 193, 200, 208, 230)]
+    longer = [Ask(tuple(text_ids[:length]), greedy()) for length in (192, 193, 208)]
     longer.append(Ask(first.prompt + answer.ids + tuple(text_ids[300:310]), seeded(3)))
     check(longer, cluster.together(longer), oracle(longer))
     worker = "prefill-0" if path == "pools" else "decode-0"
     # 192 tokens were cached; of 192 the last block is computed again, because something must be left to compute
-    assert cluster.counted(worker, "prefix_cache_hits_total") >= 176 + 5 * 192
+    assert cluster.counted(worker, "prefix_cache_hits_total") >= 176 + 3 * 192
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
@@ -90,7 +90,7 @@ def test_forced_preemption(
     if path == "pools":
         cluster = pools(model, chunk=128, decode_blocks=12, caching=caching)
     else:
-        cluster = collocated(model, chunk=128, blocks=10, caching=caching)
+        cluster = collocated(model, chunk=128, blocks=12, caching=caching)
     check(asks, cluster.together(asks), oracle(asks))
     assert cluster.counted("decode-0", "num_preemptions_total") > 0
 
@@ -103,7 +103,7 @@ def test_migration_from_a_decode_worker_that_died(
     asks = [
         Ask(tuple(text_ids[10 * i : 10 * i + length]), greedy(16)) for i, length in enumerate((5, 120, 40))
     ]
-    asks += [Ask(tuple(text_ids[100:190]), seeded(7, 16)), Ask(tuple(text_ids[30:61]), seeded(8, 16))]
+    asks += [Ask(tuple(text_ids[100:190]), seeded(7, 12)), Ask(tuple(text_ids[30:61]), seeded(8, 12))]
     wanted = oracle(asks)
     make = pools if path == "pools" else collocated
     cluster: RealCluster = make(model, chunk=128, decode=2)
