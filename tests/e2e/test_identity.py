@@ -11,7 +11,11 @@ from tests.e2e.service import Service, serving
 
 # Within a dtype, all of these must say the same. The first is the one compared with.
 BUILDS: dict[str, list[list[str]]] = {
-    "bfloat16": [[], ["--prefill", "0"], ["--max-num-batched-tokens", "32", "--block-size", "32"]],
+    "bfloat16": [
+        [],
+        ["--prefill", "0", "--threads", "1"],
+        ["--max-num-batched-tokens", "32", "--block-size", "32"],
+    ],
     "float32": [[], ["--prefill", "0", "--max-num-batched-tokens", "100", "--no-enable-prefix-caching"]],
 }
 SEEDED: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "frequency_penalty": 0.5, "presence_penalty": 0.2}
