@@ -12,6 +12,7 @@ ARGS ?=
 # Path or name of a Python >= 3.11, if the first one found is not the wanted one.
 PYTHON ?=
 PYTEST_ARGS ?=
+TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -35,8 +36,15 @@ serve: $(VENV)/.ready-to-serve
 	  $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: lint
-	@echo '== tests'
+ifneq ($(PYTEST_ARGS),)
+	@echo '== tests: $(PYTEST_ARGS)'
 	@$(RUN) -m pytest $(PYTEST_ARGS)
+else
+	@echo '== tests that compute, two at a time'
+	@$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(TESTS_OF_SERVICES)) tests
+	@echo '== tests of whole services, which want the cores for themselves'
+	@$(RUN) -m pytest $(TESTS_OF_SERVICES)
+endif
 
 lint: $(VENV)/.ready-to-test
 	@echo '== ruff check'
