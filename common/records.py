@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from common.batching import Batch, BatchingCore, Sequence
 from common.counters import Counters
@@ -13,6 +13,18 @@ from common.outbox import Outbox
 from common.request import Key, TokenLogprobs
 
 Outcome = Literal["finished", "aborted", "failed", "handed_over"]
+
+
+class Workload(Protocol):
+    """What a scheduler of either kind says of its hands."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+    def sequences(self) -> list[Sequence]: ...
 
 
 class Records:
@@ -88,22 +100,22 @@ class Records:
         return ToCoordinator(known if known is not None else Ended(*key, outcome="unknown"))
 
     def heartbeat(
-        self,
-        core: BatchingCore,
-        live: list[Sequence],
-        *,
-        running: int,
-        waiting: int,
-        queued_tokens: int,
-        progress_age_s: float,
-        draining: bool,
+        self, core: BatchingCore, work: Workload, *, progress_age_s: float, draining: bool
     ) -> Heartbeat:
         pool = core.pool
-        load = Load(running, waiting, queued_tokens, pool.free, pool.held, pool.cached, self.step_s)
+        load = Load(
+            running=work.num_running,
+            waiting=work.num_waiting,
+            queued_tokens=work.queued_tokens,
+            blocks_free=pool.free,
+            blocks_held=pool.held,
+            blocks_cached=pool.cached,
+            step_s=self.step_s,
+        )
         return Heartbeat(
             load=load,
             progress_age_s=progress_age_s,
-            live=tuple((*seq.key, str(seq.life.phase)) for seq in live),
+            live=tuple((*seq.key, str(seq.life.phase)) for seq in work.sequences()),
             last_seq=dict(self.outbox.last_seq),
             counters=dict(self.counters.values),
             histograms=self.counters.histograms(),

@@ -287,15 +287,8 @@ class DecodeWorker:
         return self._receiver.next_deadline()
 
     def heartbeat(self, progress_age_s: float) -> Heartbeat:
-        scheduler = self._scheduler
         return self.records.heartbeat(
-            self._core,
-            scheduler.sequences(),
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            queued_tokens=scheduler.queued_tokens,
-            progress_age_s=progress_age_s,
-            draining=self.draining,
+            self._core, self._scheduler, progress_age_s=progress_age_s, draining=self.draining
         )
 
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]:

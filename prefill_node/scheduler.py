@@ -59,7 +59,7 @@ class PrefillScheduler:
         return len(self._waiting)
 
     @property
-    def num_prefilling(self) -> int:
+    def num_running(self) -> int:
         return len(self._prefilling)
 
     @property

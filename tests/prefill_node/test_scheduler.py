@@ -50,7 +50,7 @@ class Bench:
         """Steps until no prompt waits or computes; the outcomes with a token."""
         done: list[Outcome] = []
         for _ in range(limit):
-            if not self.scheduler.num_waiting and not self.scheduler.num_prefilling:
+            if not self.scheduler.num_waiting and not self.scheduler.num_running:
                 return done
             done += [outcome for outcome in self.step() if outcome.token is not None]
         raise AssertionError("does not come to an end")
@@ -150,7 +150,7 @@ def test_story_of_reservation() -> None:
     first, second = bench.add("a", prompt(36)), bench.add("b", prompt(36, 500))
     bench.step()
     assert bench.core.pool.held == 9 and bench.scheduler.num_waiting == 1
-    while bench.scheduler.num_prefilling:
+    while bench.scheduler.num_running:
         bench.step()
     assert bench.step() == [] and bench.scheduler.num_waiting == 1
     bench.deliver(first)
@@ -172,7 +172,7 @@ def test_two_half_cached_prompts_that_do_not_fit_together(order: tuple[str, str]
     keys = [bench.add(name, prompts[name]) for name in order]
     for _ in range(2):
         bench.step()
-        while bench.scheduler.num_prefilling:
+        while bench.scheduler.num_running:
             bench.step()
         ready = [s.key for s in bench.scheduler.sequences() if s.life.phase is Phase.KV_READY]
         assert len(ready) == 1
