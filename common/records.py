@@ -64,7 +64,8 @@ class Records:
             (token,),
             logprobs,
             finish,  # type: ignore[arg-type]
-            seq.cached_tokens if length == seq.start_len else None,
+            # Of the prompt alone: a later attempt also finds what earlier ones computed of the answer.
+            seq.cached_tokens if length == seq.start_len == seq.prompt_len else None,
         )
         self.outbox.put(seq.request.front, row)
 

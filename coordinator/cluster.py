@@ -17,6 +17,7 @@ that bring no token (MAX_FRUITLESS).
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from common.counters import Counters
@@ -36,6 +37,8 @@ from common.messages import (
     Rebind,
     Refused,
     Register,
+    Registered,
+    RegistrationRefused,
     Rejected,
     RequestEnded,
     RequestFinished,
@@ -45,7 +48,7 @@ from common.messages import (
     StopRequest,
     Submit,
 )
-from common.request import Attempt, Key, Request, RequestId, WorkerId
+from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
@@ -79,6 +82,9 @@ class Cluster:
         self._unheld_after_s = unheld_after_s
         self._next_look = 0.0
         self.draining = False
+        self.notices: deque[str] = deque(
+            maxlen=256
+        )  # for the log of whoever drives this; to be cleared by it
 
     # ------------------------------------------------------------ from the front
 
@@ -204,13 +210,33 @@ class Cluster:
         effects: list[Effect] = []
         if before is not None and not before.lost and before.incarnation > sender.incarnation:
             self._late(message)  # incarnations rise: this life is over, and must not put out the present one
-            return effects
+            return [ToWorker(worker_id, _name_taken(before, sender))]
         if before is not None and not before.lost and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
             effects += self._worker_lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
+        self._note_registration(worker_id, message, answer)
         self._dispatcher.room_made = True
         return [*effects, ToWorker(worker_id, answer)]
+
+    def _note_registration(
+        self, worker_id: WorkerId, card: Register, answer: Registered | RegistrationRefused
+    ) -> None:
+        if isinstance(answer, RegistrationRefused):
+            difference = f"its {answer.field} is {answer.theirs}, here it is {answer.ours}"
+            self.notices.append(f"{card.role} worker {worker_id} refused: {difference}")
+        else:
+            self.notices.append(
+                f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
+            )
+
+    def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
+        """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""
+        worker = self.registry.get(worker_id, incarnation)
+        if worker is None or worker.lost:
+            return []
+        self.registry.mark_lost(worker)
+        return self._worker_lost(worker, "died", now) + self._dispatcher.give_out(now)
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -371,6 +397,7 @@ class Cluster:
 
     def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
         self.counters.add("workers_lost_total", role=worker.role)
+        self.notices.append(f"{worker.role} worker {worker.id} {how}")
         effects: list[Effect] = []
         for tracked in self.tracker.dispatched():
             if worker.id not in tracked.holders or (tracked.handed_over and worker.id != tracked.decode):
@@ -444,3 +471,9 @@ class Cluster:
 
     def num_running(self) -> int:
         return len(self.tracker) - len(self.queue)
+
+
+def _name_taken(holder: Worker, sender: Sender) -> RegistrationRefused:
+    return RegistrationRefused(
+        "worker_id", f"{sender.name}, taken by process {holder.card.pid}", f"{sender.name} too"
+    )

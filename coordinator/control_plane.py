@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import time
 import uuid
 from typing import Any
@@ -20,7 +22,11 @@ from common.errors import HTTP_ERRORS, CannotBind, KvferryError, NotAdmitted, Re
 from common.messages import (
     MAX_MESSAGE_BYTES,
     CancelRequest,
+    HeartbeatAck,
     Message,
+    Register,
+    Registered,
+    RegistrationRefused,
     Rejected,
     RequestEnded,
     Sender,
@@ -28,7 +34,7 @@ from common.messages import (
     Submit,
     Tokens,
 )
-from common.request import FrontId, Incarnation, Request, RequestId
+from common.request import FrontId, Incarnation, Request, RequestId, WorkerId
 from coordinator.cluster import Cluster
 from coordinator.front import Front
 from coordinator.metrics import Metrics
@@ -40,6 +46,7 @@ from transfer.inbox import Inbox, make_socket, send
 log = logging.getLogger(__name__)
 
 FRONT = FrontId("front-0")
+_ANSWERS = (Registered, RegistrationRefused, HeartbeatAck)
 
 
 class ControlPlane:
@@ -59,7 +66,8 @@ class ControlPlane:
         self._control.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._tokens = make_socket(self._context, zmq.PULL, MAX_MESSAGE_BYTES)
         self._inbox = Inbox(cluster.counters)
-        self._routes: dict[str, bytes] = {}
+        self._routes: dict[str, tuple[int, bytes]] = {}
+        self._watched: dict[tuple[str, int], int] = {}  # life of a worker → file descriptor of its process
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,6 +105,8 @@ class ControlPlane:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        for key in list(self._watched):
+            self._unwatch(key)
         for timer in (*self._limits.values(), *([self._timer] if self._timer else [])):
             timer.cancel()
         await asyncio.sleep(0)
@@ -197,8 +207,41 @@ class ControlPlane:
             if read is None:
                 continue
             sender, message = read
-            self._routes[sender.name] = route
-            self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()))
+            self._learn_route(sender, route)
+            self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()), answer_to=route)
+            if isinstance(message, Register):
+                self._watch_process(message, sender)
+
+    def _learn_route(self, sender: Sender, route: bytes) -> None:
+        """The newest life of a worker is the one that commands go to."""
+        known = self._routes.get(sender.name)
+        if known is None or known[0] <= sender.incarnation:
+            self._routes[sender.name] = (sender.incarnation, route)
+
+    def _watch_process(self, card: Register, sender: Sender) -> None:
+        """A worker of this machine that dies is known to be dead at once: the system says so, no heartbeat need
+        be missed first. Elsewhere, and where the system has no such thing, heartbeats have to do."""
+        key = (sender.name, sender.incarnation)
+        registered = self._cluster.registry.get(WorkerId(sender.name), sender.incarnation) is not None
+        if key in self._watched or not registered or card.host != socket.gethostname():
+            return
+        try:
+            process = os.pidfd_open(card.pid)
+        except (AttributeError, OSError):
+            return
+        self._watched[key] = process
+        asyncio.get_running_loop().add_reader(process, self._process_ended, sender)
+
+    def _process_ended(self, sender: Sender) -> None:
+        self._unwatch((sender.name, sender.incarnation))
+        now = time.monotonic()
+        self._carry_out(self._cluster.worker_died(WorkerId(sender.name), sender.incarnation, now))
+
+    def _unwatch(self, key: tuple[str, int]) -> None:
+        process = self._watched.pop(key, None)
+        if process is not None:
+            asyncio.get_running_loop().remove_reader(process)
+            os.close(process)
 
     async def _read_tokens(self) -> None:
         while True:
@@ -223,18 +266,25 @@ class ControlPlane:
             effects += self._cluster.from_front(message, now)
         self._carry_out(effects)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[Effect], answer_to: bytes | None = None) -> None:
+        """`answer_to`: where the message came from that these are the effects of."""
         for effect in effects:
             if isinstance(effect, ToWorker):
-                self._to_worker(effect)
+                self._to_worker(effect, answer_to)
             elif isinstance(effect, ToFront) and isinstance(effect.message, RequestEnded):
                 self._ended(effect.message)
+        while self._cluster.notices:
+            log.info("%s", self._cluster.notices.popleft())
         self._set_timer()
 
-    def _to_worker(self, effect: ToWorker) -> None:
-        route = self._routes.get(effect.worker)
+    def _to_worker(self, effect: ToWorker, answer_to: bytes | None) -> None:
+        """Answers go back the way the message came: an older life of a worker may be asking, and not the newest."""
+        message = effect.message
+        route = answer_to if isinstance(message, _ANSWERS) else None
+        if route is None and effect.worker in self._routes:
+            route = self._routes[effect.worker][1]
         if route is not None:
-            send(self._control, [route], effect.message, self._me, self._cluster.counters)
+            send(self._control, [route], message, self._me, self._cluster.counters)
 
     def _ended(self, message: RequestEnded) -> None:
         stream = self._streams.get(message.id)

@@ -25,7 +25,7 @@ class MailboxStream:
         self._deltas: deque[TokenDelta] = deque()
         self._error: KvferryError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._cached_tokens = 0
+        self._cached_tokens: int | None = None
 
     # ------------------------------------------------------------ for the HTTP side
 
@@ -50,9 +50,9 @@ class MailboxStream:
     # ------------------------------------------------------------ for the cluster's side
 
     def put(self, delta: Delta) -> None:
-        if delta.cached_tokens is not None and not self._cached_tokens:
+        if delta.cached_tokens is not None and self._cached_tokens is None:
             self._cached_tokens = delta.cached_tokens
-        self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, self._cached_tokens))
+        self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, self._cached_tokens or 0))
         self.over = self.over or delta.finish is not None
         self._wake()
 

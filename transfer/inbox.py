@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import cast
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 LINGER_MS = 1000
 HIGH_WATER_MESSAGES = 100_000
 MAX_VIOLATIONS = 100
+SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
 
 
@@ -56,14 +58,22 @@ def send(
 
 
 class Inbox:
-    def __init__(self, counters: Counters) -> None:
+    """Who sends MAX_VIOLATIONS pieces of garbage, nothing valid between them, is not listened to for SHUT_OUT_S.
+
+    Not for ever: a ROUTER knows peers by a name that anybody on loopback can use, and an impostor must not be able
+    to shut the real one out. The time is shorter than a worker may be silent, so that does not even cost a worker.
+    """
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
+        self._clock = clock
         self._violations: dict[bytes, int] = {}
+        self._shut_out_until: dict[bytes, float] = {}
 
     def read(self, data: bytes | memoryview, route: bytes = b"") -> tuple[Sender, Message] | None:
         """The checked message, or None. `route` is the identity it came from, where the socket knows one: it must
-        be the sender's own, and is no longer listened to after MAX_VIOLATIONS."""
-        if self._violations.get(route, 0) >= MAX_VIOLATIONS:
+        be the sender's own."""
+        if self._is_shut_out(route):
             return None
         try:
             sender, message = decode(data)
@@ -72,7 +82,18 @@ class Inbox:
         except ProtocolViolation as error:
             self.violated(error, route)
             return None
+        if self._violations:
+            self._violations.pop(route, None)
         return sender, message
+
+    def _is_shut_out(self, route: bytes) -> bool:
+        until = self._shut_out_until.get(route)
+        if until is None:
+            return False
+        if self._clock() < until:
+            return True
+        del self._shut_out_until[route]
+        return False
 
     def violated(self, error: ProtocolViolation, route: bytes = b"") -> None:
         """Counts it; without a route there is nobody to shut out."""
@@ -80,8 +101,16 @@ class Inbox:
         if not route:
             return
         count = self._violations.pop(route, 0) + 1
-        self._violations[route] = count
-        if len(self._violations) > MAX_ROUTES:
-            del self._violations[next(iter(self._violations))]
         if count in (1, MAX_VIOLATIONS):
             log.warning("message %d from %r dropped: %s", count, route, error.message)
+        if count >= MAX_VIOLATIONS:
+            _bounded(self._shut_out_until)[route] = self._clock() + SHUT_OUT_S
+        else:
+            _bounded(self._violations)[route] = count
+
+
+def _bounded(table: dict[bytes, Any]) -> dict[bytes, Any]:
+    """With room for one more: the oldest entry leaves."""
+    if len(table) >= MAX_ROUTES:
+        del table[next(iter(table))]
+    return table

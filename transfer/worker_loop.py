@@ -39,6 +39,7 @@ from transfer.links import Links
 log = logging.getLogger(__name__)
 
 REGISTER_AGAIN_S = 1.0
+SILENCE_S = 5.0
 
 
 class PureWorker(Protocol):
@@ -89,6 +90,7 @@ class WorkerLoop:
         self._changed = asyncio.Event()  # something ended: whoever waits for idleness looks again
         self._failure: asyncio.Future[None] | None = None
         self._heartbeat_interval_s = 0.5
+        self._answered_at = time.monotonic()
         self._asked_to_stop = asyncio.Event()
         self._stop_at_once = False
 
@@ -139,9 +141,11 @@ class WorkerLoop:
         self._send_heartbeat()
 
     async def _beat(self) -> None:
+        """Heartbeats; while they stay unanswered, registrations too: the coordinator may be another one by now."""
         while True:
             if self._registered.is_set():
                 self._send_heartbeat()
+                self._notice_silence()
                 await asyncio.sleep(self._heartbeat_interval_s)
             else:
                 self._links.to_coordinator(self._card)
@@ -149,6 +153,15 @@ class WorkerLoop:
                     await asyncio.wait_for(self._registered.wait(), REGISTER_AGAIN_S)
                 except TimeoutError:
                     log.info("waiting for the coordinator")
+
+    def _notice_silence(self) -> None:
+        silent_s = time.monotonic() - self._answered_at
+        if silent_s > SILENCE_S:
+            log.warning(
+                "the coordinator has not answered a heartbeat for %.0f s; registering again", silent_s
+            )
+            self._answered_at = time.monotonic()
+            self._registered.clear()
 
     def _send_heartbeat(self) -> None:
         started = self._step_started
@@ -160,6 +173,7 @@ class WorkerLoop:
     def _from_coordinator(self, message: Message, sender: Sender) -> None:
         match message:
             case Registered():
+                self._answered_at = time.monotonic()
                 self._heartbeat_interval_s = message.heartbeat_interval_s
                 self._links.connect_fronts(message.fronts)
                 if not self._registered.is_set():
@@ -170,6 +184,7 @@ class WorkerLoop:
             case RegistrationRefused():
                 self._refused(message)
             case HeartbeatAck():
+                self._answered_at = time.monotonic()
                 if not message.known:
                     self._registered.clear()
                     self._links.to_coordinator(self._card)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.effects import ToWorker
 from common.errors import HTTP_ERRORS
 from common.messages import (
     Abort,
@@ -28,7 +29,7 @@ from common.messages import (
     Stop,
     StopRequest,
 )
-from common.request import Attempt, Key, RequestId, pack_ids
+from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.cluster import MAX_ASKS, MAX_FRUITLESS
 from coordinator.dispatcher import MAX_PASSES
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
@@ -503,8 +504,26 @@ def test_a_late_registration_of_an_old_incarnation_puts_nobody_out() -> None:
     bench.join("p0", incarnation=2)
     key, prefill, _ = bench.accepted()
     assert prefill == "p0"
-    assert bench.say("p0", card("p0", 1), incarnation=1) == []
+    ((_, answer),) = bench.say("p0", card("p0", 1), incarnation=1)
+    assert isinstance(answer, RegistrationRefused) and answer.field == "worker_id"
     assert bench.say("p0", heartbeat((key, "prefilling"))) == [("p0", HeartbeatAck(True))]
+
+
+def test_a_worker_known_to_be_dead_is_lost_without_waiting_for_heartbeats() -> None:
+    bench = four()
+    key, prefill, decode = bench.accepted()
+    stale = bench.cluster.worker_died(WorkerId(prefill), Incarnation(99), bench.now)
+    assert stale == [], "another life of it"
+    effects = bench.cluster.worker_died(
+        WorkerId(prefill), Incarnation(bench.incarnations[prefill]), bench.now
+    )
+    dispatched = [e.message for e in effects if isinstance(e, ToWorker) and isinstance(e.message, Prefill)]
+    assert len(dispatched) == 1 and dispatched[0].attempt > key[1], "goes on at the other one, at once"
+    worker = bench.cluster.registry.get(WorkerId(prefill))
+    assert worker is not None and worker.state == "lost"
+    assert any(f"{prefill} died" in notice for notice in bench.cluster.notices)
+    again = bench.cluster.worker_died(WorkerId(prefill), Incarnation(bench.incarnations[prefill]), bench.now)
+    assert again == []
 
 
 def test_another_fingerprint_is_refused_with_both_values() -> None:

@@ -1,0 +1,77 @@
+"""Garbage is counted and shuts its sender out for a moment, never for good."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.counters import Counters
+from common.messages import Delivered, Sender, encode
+from common.request import Attempt, Incarnation, RequestId
+from transfer.inbox import MAX_VIOLATIONS, SHUT_OUT_S, Inbox, identity
+
+ME = Sender("decode-0", Incarnation(7))
+ROUTE = identity(ME)
+MESSAGE = Delivered(RequestId("a"), Attempt(1))
+GOOD = encode(MESSAGE, ME)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def inbox(counters: Counters, clock: Clock) -> Inbox:
+    return Inbox(counters, clock)
+
+
+def test_a_message_is_read_with_its_sender(inbox: Inbox, counters: Counters) -> None:
+    assert inbox.read(GOOD, ROUTE) == (ME, MESSAGE) and counters.values == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"\xff" * 50, GOOD[:-1]])
+def test_garbage_is_counted(inbox: Inbox, counters: Counters, data: bytes) -> None:
+    assert inbox.read(data, ROUTE) is None
+    assert counters.values == {"protocol_violations_total": 1.0}
+
+
+def test_another_name_than_the_connections_is_a_violation(inbox: Inbox, counters: Counters) -> None:
+    assert inbox.read(GOOD, b"decode-0/8") is None
+    assert counters.values == {"protocol_violations_total": 1.0}
+
+
+def test_an_impostor_shuts_the_real_one_out_for_a_moment_only(inbox: Inbox, clock: Clock) -> None:
+    for _ in range(MAX_VIOLATIONS + 20):
+        inbox.read(b"junk", ROUTE)
+    assert inbox.read(GOOD, ROUTE) is None
+    assert inbox.read(GOOD, identity(Sender("decode-1", Incarnation(1)))) is None, "a violation of its own"
+    other = Sender("decode-1", Incarnation(1))
+    assert inbox.read(encode(MESSAGE, other), identity(other)) == (other, MESSAGE)
+    clock.now += SHUT_OUT_S
+    assert inbox.read(GOOD, ROUTE) == (ME, MESSAGE)
+
+
+def test_a_good_message_wipes_the_slate(inbox: Inbox) -> None:
+    for _ in range(3):
+        for _ in range(MAX_VIOLATIONS - 1):
+            inbox.read(b"junk", ROUTE)
+        assert inbox.read(GOOD, ROUTE) == (ME, MESSAGE)
+
+
+def test_without_a_route_there_is_nobody_to_shut_out(inbox: Inbox, counters: Counters) -> None:
+    for _ in range(2 * MAX_VIOLATIONS):
+        assert inbox.read(b"junk") is None
+    assert inbox.read(GOOD) == (ME, MESSAGE)
+    assert counters.values == {"protocol_violations_total": 2.0 * MAX_VIOLATIONS}
