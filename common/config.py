@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from common.flags import flag, parse, parse_bytes, visible_fields
+from common.flags import flag, from_variable, parse, parse_bytes, visible_fields
 
 
 def _checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -43,8 +43,13 @@ def _read_keys(paths: object) -> object:
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
+def _one_or_more(keys: object) -> object:
+    """In a file one key may stand without brackets."""
+    return [keys] if isinstance(keys, str) else keys
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Keys = Annotated[tuple[str, ...], AfterValidator(_checked_keys)]
+Keys = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), AfterValidator(_checked_keys)]
 KeysOfFiles = Annotated[tuple[str, ...], BeforeValidator(_read_keys), AfterValidator(_checked_keys)]
 WorkerRole = Literal["prefill", "decode"]
 
@@ -64,6 +69,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+TIER_KEYS_WITHOUT_EFFECT = {"ttft_ms", "itl_ms", "weight", "max_queue"}
+
+
 class Tier(_Strict):
     """A class of service: `[tiers.NAME]` of the file. Targets that are absent are not promised."""
 
@@ -73,6 +81,11 @@ class Tier(_Strict):
     weight: float = Field(default=1, gt=0)
     max_queue: int = Field(default=256, ge=1)
 
+    @property
+    def set_without_effect(self) -> list[str]:
+        """Keys that were given and that nothing in this release acts on."""
+        return sorted(self.model_fields_set & TIER_KEYS_WITHOUT_EFFECT)
+
 
 class ProcessSettings(_Strict):
     model: str | None = flag(
@@ -80,13 +93,6 @@ class ProcessSettings(_Strict):
         f"folder or hub id of a Hugging Face model; absent: {DEFAULT_MODEL_NAME}, fetched on first use",
         "model",
         metavar="MODEL",
-    )
-    seed: int | None = flag(
-        None,
-        "start of the seeds given to requests that bring none; absent: from the clock",
-        "model",
-        ge=0,
-        lt=2**63,
     )
     shutdown_timeout: float = flag(
         30.0,
@@ -118,13 +124,17 @@ class EngineSettings(ProcessSettings):
         None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
     )
     kv_cache_memory: Bytes = flag(
-        1 << 30, "bytes of KV cache per worker, such as 2GiB", "cache", metavar="BYTES", ge=1
+        512 << 20, "bytes of KV cache per worker, such as 2GiB", "cache", metavar="BYTES", ge=1
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
     prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
     transfer: Literal["auto", "tcp", "shm", "nccl"] = flag("auto", "how KV blocks travel", "network")
     threads: int | None = flag(
-        None, "threads that compute in one worker; absent: this machine's cores, shared", "process", ge=1
+        None,
+        "threads that compute in one worker; absent: one per core it may use, which the workers of "
+        "`kvferry serve` share",
+        "process",
+        ge=1,
     )
 
     @model_validator(mode="after")
@@ -159,6 +169,13 @@ class WorkerSettings(EngineSettings):
 
 
 class CoordinatorSettings(ProcessSettings):
+    seed: int | None = flag(
+        None,
+        "start of the seeds given to requests that bring none; absent: drawn by the system",
+        "model",
+        ge=0,
+        lt=2**63,
+    )
     host: str = flag("127.0.0.1", "address that HTTP listens on", "HTTP")
     port: int = flag(8000, "port that HTTP listens on; 0: any free one", "HTTP", ge=0, le=65535)
     served_model_name: str | None = flag(
@@ -173,7 +190,7 @@ class CoordinatorSettings(ProcessSettings):
     api_key_file: KeysOfFiles = flag(
         (), "file with one key per line, # for comments; may be repeated", "HTTP", metavar="FILE"
     )
-    api_key_environment: Keys = Field(default=(), description=f"keys of {API_KEY_VARIABLE}")
+    api_key_environment: Keys = from_variable(API_KEY_VARIABLE, default=())
     allow_unauthenticated: bool = flag(False, "let HTTP listen beyond loopback without any key", "HTTP")
     max_body_size: Bytes = flag(
         4 << 20, "longest request body, such as 4MiB", "HTTP", metavar="BYTES", ge=1024

@@ -14,7 +14,7 @@ import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -29,6 +29,9 @@ Settings = TypeVar("Settings", bound=BaseModel)
 GROUPS = ("pools", "model", "HTTP", "engine", "cache", "scheduling", "liveness", "network", "process")
 """Order of the groups in --help."""
 
+# How alike two names are when one may be a slip of the other: --prot and --port, but not pools and control.
+NEAR = 0.6
+
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -38,6 +41,12 @@ def flag(
     """A field of a settings model that is also a flag. `limits` are pydantic's: ge, gt, le …"""
     extra: JsonDict = {"group": group, "metavar": metavar, "hidden": hidden}
     return Field(default, description=help, json_schema_extra=extra, **limits)
+
+
+def from_variable(name: str, *, default: Any) -> Any:
+    """A field whose value comes from the environment variable `name`: no flag, and no key of the file."""
+    extra: JsonDict = {"group": None, "metavar": None, "hidden": True, "variable": name}
+    return Field(default, json_schema_extra=extra)
 
 
 def parse_bytes(value: object) -> object:
@@ -78,19 +87,18 @@ def parse(
     given = vars(parser.parse_args(list(argv)))
     config: str | None = given.pop("config", None)
     merged = dict(values or {})
+    in_file: dict[str, Any] = {}
     if config is not None:
         in_file = read_file(Path(config), {*file_keys, *visible_fields(model)})
         merged |= {key: value for key, value in in_file.items() if key in model.model_fields}
         if "config_file" in model.model_fields:
             merged["config_file"] = str(Path(config).absolute())
-    return validated(model, merged | given)
-
-
-def validated(model: type[Settings], values: dict[str, Any]) -> Settings:
     try:
-        return model.model_validate(values)
+        return model.model_validate(merged | given)
     except ValidationError as error:
-        raise BadConfiguration(_one_line(model, error)) from None
+        of_file = in_file.keys() - given.keys()
+        message, field = _one_line(model, error, of_file)
+        raise BadConfiguration(f"--config {config}: {message}" if field in of_file else message) from None
 
 
 def read_file(path: Path, known: set[str]) -> dict[str, Any]:
@@ -202,23 +210,30 @@ def _shown(value: Any) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _one_line(model: type[BaseModel], error: ValidationError) -> str:
+def _one_line(model: type[BaseModel], error: ValidationError, of_file: Set[str]) -> tuple[str, str]:
+    """What is wrong first, and the field it is about ("" when about several). `of_file`: fields set by a file."""
     first = error.errors(include_url=False)[0]
     place = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     if not place:
-        return message
-    where = ".".join(place) if len(place) > 1 or place[0] not in model.model_fields else flag_name(place[0])
+        return message, ""
+    field = place[0]
+    where = ".".join(place) if field in of_file else _source(model, field)
     if first["type"] == "extra_forbidden":
-        table = model.model_fields.get(place[0])
-        known = _keys_of_table(table) if table is not None else set(model.model_fields)
-        return f"unknown key {where!r}{_nearest(place[-1], known)}"
-    got = "" if place[0] in model.model_fields and _is_secret(place[0]) else f" (got {first['input']!r})"
-    return f"{where}: {message[:1].lower()}{message[1:]}{got}"
+        known = _keys_of_table(model.model_fields[field]) if field in model.model_fields else set()
+        return f"unknown key {where!r}{_nearest(place[-1], known)}", field
+    got = "" if _is_secret(field) else f" (got {first['input']!r})"
+    return f"{where}: {message[:1].lower()}{message[1:]}{got}", field
+
+
+def _source(model: type[BaseModel], field: str) -> str:
+    """Where a person set a field that is in no file."""
+    variable = _extra(model.model_fields[field]).get("variable") if field in model.model_fields else None
+    return str(variable or flag_name(field))
 
 
 def _is_secret(field: str) -> bool:

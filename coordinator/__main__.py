@@ -24,6 +24,13 @@ def main() -> int:
                 "(--allow-unauthenticated)",
                 file=sys.stderr,
             )
+        if idle := [
+            f"{name}.{key}" for name, tier in settings.tiers.items() for key in tier.set_without_effect
+        ]:
+            print(  # noqa: T201
+                f"WARNING: these keys of [tiers] have no effect in this release: {', '.join(idle)}",
+                file=sys.stderr,
+            )
         return run(settings.model_copy(update={"model": resolve_model(settings.model)}))
     except StartupError as error:
         print(f"kvferry coordinator: {error}", file=sys.stderr)  # noqa: T201

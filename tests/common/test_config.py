@@ -57,7 +57,7 @@ def test_every_flag_is_in_help_with_a_known_group(model: type[WorkerSettings]) -
 
 def test_help_shows_defaults_as_a_person_would_write_them() -> None:
     text = " ".join(build_parser(ServeSettings, "kvferry serve", "").format_help().split())
-    assert "such as 2GiB (default: 1GiB)" in text
+    assert "such as 2GiB (default: 512MiB)" in text
     assert "SIGTERM or Ctrl-C (default: 30)" in text
     assert "reuse the KV of a prompt's beginning (default: on)" in text
 
@@ -107,7 +107,10 @@ def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) ->
         ("[tiers.a]\nweigth = 3", ["'tiers.a.weigth'", "did you mean weight?"]),
         ("[tiers.a]\nttft_ms = -1", ["tiers.a.ttft_ms", "greater than 0", "-1"]),
         ("[tiers.a]\nttft_ms = nan", ["tiers.a.ttft_ms", "finite"]),
-        ("port = [1]", ["--port", "[1]"]),
+        ("[tiers.a]\nttft = 5", ["kvferry.toml", "'tiers.a.ttft'", "did you mean ttft_ms?"]),
+        ("tiers = 5", ["kvferry.toml: tiers: ", "dictionary"]),
+        ("port = [1]", ["kvferry.toml: port: ", "[1]"]),
+        ("api_key = [1]", ["kvferry.toml: api_key.0: "]),
         ("port = ", ["not TOML"]),
         ("collocated = true", ["collocated", "prefill = 0"]),
     ],
@@ -115,6 +118,28 @@ def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) ->
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
     message = refusal("--config", write(tmp_path, text))
     assert [word for word in words if word not in message] == []
+
+
+def test_a_table_of_another_kind_of_name_gets_no_suggestion(tmp_path: Path) -> None:
+    message = refusal("--config", write(tmp_path, "[pools]\nprefill = 2"))
+    assert "unknown key 'pools'" in message
+    assert "did you mean" not in message
+
+
+def test_a_flag_that_overrules_the_file_is_named_as_a_flag(tmp_path: Path) -> None:
+    assert refusal("--config", write(tmp_path, "port = 1"), "--port", "x").startswith("--port: ")
+
+
+def test_seed_is_a_flag_where_it_has_an_effect_and_a_key_of_every_file(tmp_path: Path) -> None:
+    assert serve("--config", write(tmp_path, "seed = 5")).seed == 5
+    assert parse_worker(["--config", write(tmp_path, "seed = 5")], "decode").model is None
+    with pytest.raises(BadConfiguration, match="--seed"):
+        parse_worker(["--seed", "5"], "decode")
+
+
+def test_a_tier_knows_which_of_its_keys_nothing_acts_on() -> None:
+    assert Tier(priority=1).set_without_effect == []
+    assert Tier(weight=1, ttft_ms=500, priority=1).set_without_effect == ["ttft_ms", "weight"]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +210,19 @@ def test_keys_of_flags_files_and_environment_add_up(tmp_path: Path) -> None:
     assert settings.api_keys == ("one", "two", "three", "four", "five")
 
 
-def test_a_refusal_never_prints_a_key() -> None:
+def test_a_file_may_give_one_key_without_brackets(tmp_path: Path) -> None:
+    assert serve("--config", write(tmp_path, 'api_key = "abc"')).api_keys == ("abc",)
+
+
+def test_a_refusal_never_prints_a_key(tmp_path: Path) -> None:
     assert "s3cret" not in refusal("--api-key", "s3cret with blanks")
+    assert "s3cret" not in refusal("--config", write(tmp_path, 'api_key = "s3cret with blanks"'))
+
+
+def test_a_bad_key_of_the_environment_is_laid_to_its_variable() -> None:
+    with pytest.raises(BadConfiguration) as refused:
+        parse_serve([], {API_KEY_VARIABLE: "s3cret key"})
+    assert refused.value.message == f"{API_KEY_VARIABLE}: a key has no blanks and no commas"
 
 
 @pytest.mark.parametrize("flag", ["--coordinator=tcp://", "--advertise="])
@@ -219,4 +255,3 @@ def test_a_child_gets_what_its_parent_has_even_against_a_file(tmp_path: Path) ->
     worker = parse_worker(to_argv(parent, visible_fields(EngineSettings)), "decode")
     assert worker.block_size == 32
     assert worker.enable_prefix_caching is False
-    assert worker.seed == 5
