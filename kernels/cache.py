@@ -23,6 +23,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class AskedTooMuch(ValueError):
+    """A flag asks for more than the model or this machine has; the message names it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """Sizes of one block. Two workers can exchange blocks when their `describe()` are equal."""

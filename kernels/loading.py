@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from kernels.cache import AskedTooMuch
 from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
 from kernels.runner import ModelRunner, load_runner
 from kernels.weights import find_model
@@ -30,7 +31,7 @@ def load_for_worker(
 ) -> tuple[Path, ModelRunner]:
     """The model's folder and its runner; None is the default model, fetched on first use.
 
-    Progress goes to the log, a quarter at a time. Raises ModelUnusable.
+    Progress goes to the log, a quarter at a time. Raises ModelUnusable, and AskedTooMuch where a flag is at fault.
     """
     try:
         folder = _default_model() if model is None else find_model(model)
@@ -47,6 +48,8 @@ def load_for_worker(
             threads=threads,
             progress=_log_quarters,
         )
+    except AskedTooMuch:
+        raise
     except (ValueError, OSError, RuntimeError, DefaultModelError) as error:
         raise ModelUnusable(str(error)) from error
     return folder, runner

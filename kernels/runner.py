@@ -4,20 +4,24 @@ A slot is a running sequence's place on this worker: its block table, its sampli
 need them, its token counts. A batch brings changes only, so the cost of a step follows change, not context length.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from kernels.backend import choose_backend
-from kernels.cache import CacheLayout, PagedCache, dtype_name
+from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, dtype_name
 from kernels.model import CausalModel, load_model
-from kernels.model_config import ModelConfig
+from kernels.model_config import ModelConfig, UnsupportedModel
 from kernels.sampling import Draw, TokenCounts, needs_counts, sample
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(slots=True)
@@ -174,26 +178,74 @@ def load_runner(
 ) -> ModelRunner:
     """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`.
 
-    Raises `ModelNotFound` (no such model) and `UnsupportedModel` (a field or tensor it does not honour).
+    Raises `ModelNotFound` (no such model), `UnsupportedModel` (a field or tensor it does not honour) and
+    `AskedTooMuch` (a length or a cache that cannot be had).
     """
     torch.set_num_threads(threads)
     place = resolve_device(device)
     folder = find_model(model_path)
     config = ModelConfig.from_folder(folder)
-    length = config.served_length(max_model_len)
+    length = _served_length(config, max_model_len)
     weight_dtype = resolve_dtype(dtype, config)
     layout = CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, weight_dtype)
-    if num_blocks is None:
-        if kv_cache_bytes is None:
-            raise ValueError("give num_blocks or kv_cache_bytes")
-        num_blocks = kv_cache_bytes // layout.block_bytes
+    num_blocks = _blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
         backend = choose_backend(place, config.head_dim, block_size, threads)
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
-    cache = PagedCache(layout, num_blocks, place)
+    try:
+        cache = PagedCache(layout, num_blocks, place)
+    except (OSError, torch.OutOfMemoryError) as error:
+        size = _gib(num_blocks * layout.block_bytes)
+        raise AskedTooMuch(
+            f"no room for {num_blocks} KV blocks ({size}) on {place}: lower --kv-cache-memory or --num-kv-blocks"
+        ) from error
     return ModelRunner(model, cache, max_num_seqs, length, threads, revision)
+
+
+def _served_length(config: ModelConfig, asked: int | None) -> int:
+    try:
+        return config.served_length(asked)
+    except UnsupportedModel as error:
+        if asked is None:
+            raise
+        raise AskedTooMuch(
+            f"--max-model-len {asked}: this model allows {error.value} at most ({error.field})"
+        ) from error
+
+
+def _blocks(layout: CacheLayout, place: torch.device, asked: int | None, kv_cache_bytes: int | None) -> int:
+    """How many blocks to make. Checked before the weights are read, so that a slip is answered at once."""
+    if asked is not None:
+        flag, count = f"--num-kv-blocks {asked}", asked
+    elif kv_cache_bytes is not None:
+        flag, count = f"--kv-cache-memory {kv_cache_bytes}", kv_cache_bytes // layout.block_bytes
+    else:
+        raise ValueError("give num_blocks or kv_cache_bytes")
+    if count < 1:
+        raise AskedTooMuch(f"{flag}: one KV block of this model takes {layout.block_bytes} bytes")
+    there = memory_bytes(place)
+    if count * layout.block_bytes > there:
+        raise AskedTooMuch(
+            f"{flag}: {_gib(count * layout.block_bytes)} of KV cache, and {place} has {_gib(there)} in all"
+        )
+    return count
+
+
+def memory_bytes(place: torch.device) -> int:
+    """All memory that a process may have there: of the GPU, or of the machine within the container's limit."""
+    if place.type == "cuda":
+        return torch.cuda.get_device_properties(place).total_memory
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(machine, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return machine
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def resolve_device(asked: str) -> torch.device:

@@ -33,15 +33,21 @@ def find_model(model: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelNotFound(f"model {model!r} is neither a folder nor a hub id (owner/name)")
+        raise ModelNotFound(f"--model {model}: neither a folder nor a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "tokenizer.model"]))
     except Exception as error:  # the hub library raises many kinds; all mean that there is no model
         raise ModelNotFound(
-            f"model {model!r} is no folder and could not be fetched from the hub: {error}"
+            f"--model {model}: no folder, and the hub does not give it ({one_line(error)}); "
+            "check the name and the network, or give a model folder"
         ) from error
+
+
+def one_line(error: Exception) -> str:
+    """The hub library writes paragraphs; its first sentence says what is wrong."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def resolve_dtype(asked: str, config: ModelConfig) -> torch.dtype:

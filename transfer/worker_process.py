@@ -27,12 +27,12 @@ import uvloop
 from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.config import WorkerSettings
-from common.errors import ModelCannotBeLoaded
+from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
 from common.messages import PROTOCOL_MAJOR, PeerAddress, Register, Role, Sender
 from common.request import Incarnation, TokenLogprobs
 from common.version import VERSION
-from kernels.cache import PagedCache
+from kernels.cache import AskedTooMuch, PagedCache
 from transfer.links import Links
 from transfer.worker_loop import PureWorker, WorkerLoop
 
@@ -104,7 +104,7 @@ NOTHING = Row((), None)
 
 def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
-    threads = settings.threads or os.cpu_count() or 1
+    threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
     model, runner = _load(settings, threads, load)
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
@@ -113,7 +113,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
 
 
 def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path, Runner]:
-    """Raises ModelCannotBeLoaded with what is wrong."""
+    """Raises ModelCannotBeLoaded with what is wrong, BadConfiguration where that is a flag of ours."""
     try:
         return load(
             model=settings.model,
@@ -126,6 +126,8 @@ def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path
             max_model_len=settings.max_model_len,
             threads=threads,
         )
+    except AskedTooMuch as error:
+        raise BadConfiguration(str(error)) from error
     except (ValueError, OSError, RuntimeError) as error:
         raise ModelCannotBeLoaded(f"the model cannot be loaded: {error}") from error
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kernels.model_config import UnsupportedModel
+from kernels.cache import AskedTooMuch
+from kernels.loading import load_for_worker
 from kernels.runner import ModelRunner, load_runner
 from kernels.sampling import Draw, sample
 from tests.kernels.driving import Batch, Joined, Sampling, full_logits, generate, random_prompts
@@ -192,7 +193,34 @@ def test_loading_says_what_it_does_and_refuses_by_name(tmp_path: Path) -> None:
     )
     assert runner.cache.num_blocks == (1 << 20) // runner.layout.block_bytes and runner.max_model_len == 2048
     assert seen[-1] == ("layers", 2, 2)
-    with pytest.raises(UnsupportedModel, match="max_position_embeddings"):
+    with pytest.raises(AskedTooMuch, match=r"--max-model-len 4096.* 2048 at most"):
         load_runner(str(tmp_path), device="cpu", num_blocks=4, max_model_len=4096)
     with pytest.raises(ValueError, match="num_blocks or kv_cache_bytes"):
         load_runner(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"kv_cache_bytes": 1000}, "--kv-cache-memory 1000: one KV block of this model takes [0-9]+ bytes"),
+        ({"kv_cache_bytes": 900 << 40}, "--kv-cache-memory .*: 921600.0 GiB of KV cache"),
+        ({"num_blocks": 1 << 40}, "--num-kv-blocks 1099511627776: .* GiB of KV cache"),
+    ],
+)
+def test_a_cache_that_cannot_be_had_is_refused_before_loading(
+    tmp_path: Path, asked: dict[str, int], words: str
+) -> None:
+    save_model("llama-gqa3-tied", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(AskedTooMuch, match=words):
+        load_for_worker(
+            model=str(tmp_path),
+            dtype="auto",
+            device="cpu",
+            block_size=16,
+            num_blocks=asked.get("num_blocks"),
+            kv_cache_bytes=asked.get("kv_cache_bytes", 1 << 20),
+            max_num_seqs=4,
+            max_model_len=None,
+            threads=1,
+        )
