@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 ANSWER_LIMIT_S = 5.0
+DEFAULT_URL = "http://127.0.0.1:8000"
 _OPENER = urllib.request.build_opener(
     urllib.request.ProxyHandler({})
 )  # our own service, never through a proxy
@@ -60,15 +61,22 @@ def _get(url: str, key: str | None) -> tuple[int, str]:
         raise Unreachable(f"{url}: {getattr(error, 'reason', error)}") from error
 
 
-NOW = ("running", "waiting", "blocks_free", "step_ms")
-TITLES = {"id": "worker", "blocks_total": "blocks", "blocks_free": "free", "step_ms": "step ms"}
+NOW = ("running", "waiting", "blocks_free", "blocks_cached", "step_ms")
+TITLES = {
+    "id": "worker",
+    "blocks_total": "blocks",
+    "blocks_free": "free",
+    "blocks_cached": "cached",
+    "step_ms": "step ms",
+}
 
 
 def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] | None = None) -> Table:
     """One line per worker: with what it has on its hands now, or at start with the threads it was given."""
     last = NOW if threads_of_pid is None else ("threads", "address")
     columns = ("id", "role", "pid", "state", "blocks_total", *last)  # as many as 80 characters hold
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
+    gap = 1 if threads_of_pid is None else 2
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold underline")
     for name in columns:
         table.add_column(TITLES.get(name, name), no_wrap=True)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):

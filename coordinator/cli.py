@@ -17,6 +17,7 @@ from common.errors import BadConfiguration, StartupError
 from common.paths import child_environment
 from common.version import VERSION
 from coordinator import admin_client
+from coordinator.admin_client import DEFAULT_URL
 
 MODULES = {
     "coordinator": "coordinator",
@@ -31,7 +32,7 @@ usage: kvferry COMMAND [flags]
   coordinator  the HTTP API, queue and routing alone; workers connect to it
   prefill      one prefill worker     (--coordinator tcp://HOST:PORT)
   decode       one decode worker      (--coordinator tcp://HOST:PORT)
-  bench        measures or simulates a service
+  bench        measures or simulates a service  (not in this release)
   status       shows the workers of a running service
 
   --version    prints the version
@@ -83,7 +84,7 @@ def _become(module: str, argv: list[str]) -> None:
 
 def _status(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvferry status", description="The workers of a running service.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the service (default: %(default)s)")
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"where the service asks for one; or set {API_KEY_VARIABLE}"
     )
@@ -95,7 +96,8 @@ def _status(argv: list[str]) -> int:
         console.print(admin_client.workers_table(admin_client.workers(url, key)))
         health = admin_client.health(url, key)
     except admin_client.Unreachable as error:
-        print(f"kvferry status: {error}", file=sys.stderr)  # noqa: T201
+        elsewhere = " (a service elsewhere: --url http://HOST:PORT)" if given.url == DEFAULT_URL else ""
+        print(f"kvferry status: {error}{elsewhere}", file=sys.stderr)  # noqa: T201
         return 1
     console.print("serving" if health.ok else f"not serving: {health.reason}", markup=False)
     return 0 if health.ok else 1

@@ -243,20 +243,32 @@ class _Service:
     def _show_ready(self, rows: list[dict[str, Any]], supervisor: Supervisor) -> None:
         threads = {pid: self._plan.threads.get(name, 0) for name, pid in supervisor.pids.items()}
         self._out.print(admin_client.workers_table(rows, threads))
-        for line in ready_lines(self._plan.url, self._plan.model_name, with_key=self._key is not None):
+        for line in ready_lines(self._plan.url, self._plan.model_name, key_in_words(self._settings)):
             self._out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 STYLES = {"kvferry": "bold", "coordinator": "cyan", "prefill": "green", "decode": "magenta"}
 
 
-def ready_lines(url: str, model_name: str, *, with_key: bool) -> list[str]:
+def key_in_words(settings: CoordinatorSettings) -> str:
+    """How to write a key in a command without showing one; "" where none is asked for.
+
+    The variable's name does only where the variable holds one key and nothing else.
+    """
+    if not settings.api_keys:
+        return ""
+    return f"${API_KEY_VARIABLE}" if len(settings.api_key_environment) == 1 else "YOUR_KEY"
+
+
+def ready_lines(url: str, model_name: str, key: str) -> list[str]:
     """What to print under the table: where it is and a line to try, whole enough to paste."""
     body = {
         "model": model_name,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "temperature": 0,
     }
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if with_key else ""
-    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-    return [f"URL    {url}/v1", f"model  {model_name}", "try it:", f"  {curl}"]
+    headers = f' -H "Authorization: Bearer {key}"' if key else ""
+    headers += " -H 'Content-Type: application/json'"
+    curl = f"curl {url}/v1/chat/completions{headers} -d {shlex.quote(json.dumps(body))}"
+    status = [] if url == admin_client.DEFAULT_URL else [f"status kvferry status --url {url}"]
+    return [f"URL    {url}/v1", f"model  {model_name}", *status, "try it:", f"  {curl}"]

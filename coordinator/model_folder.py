@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.config import DEFAULT_MODEL_NAME
 from common.errors import ModelCannotBeLoaded
 from common.paths import child_environment
 
@@ -28,8 +29,11 @@ def resolve_model(model: str | None) -> str:
         return str(Path(model).absolute())
     if Path(model).exists():
         raise ModelCannotBeLoaded(f"--model {model}: no config.json in it")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelCannotBeLoaded(f"--model {model}: no such folder")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelCannotBeLoaded(
+            f"--model {model}: no such folder; give a model folder or a hub id (owner/name), "
+            f"or leave it out for {DEFAULT_MODEL_NAME}"
+        )
     return model
 
 
@@ -44,9 +48,13 @@ def local_folder(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
-    except Exception as error:  # the library raises many kinds; all mean that there is no model
+    except (
+        Exception
+    ) as error:  # the library raises many kinds, in paragraphs; all mean that there is no model
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelCannotBeLoaded(
-            f"--model {model}: not a folder, and the hub does not give it: {error}"
+            f"--model {model}: not a folder, and the hub does not give it ({why}); "
+            "check the name and the network, or give a model folder"
         ) from error
 
 

@@ -22,6 +22,7 @@ ROWS: list[dict[str, Any]] = [
         "waiting": 3,
         "blocks_total": 29123,
         "blocks_free": 29000,
+        "blocks_cached": 28000,
         "step_ms": 341.44,
     },
     {"id": "decode-0", "role": "decode", "pid": 99, "state": "ready"},
@@ -43,8 +44,8 @@ def test_the_table_at_start_fits_a_plain_terminal_whole() -> None:
 
 def test_status_shows_what_is_going_on_and_a_dash_for_what_is_not_known() -> None:
     lines = [line.split() for line in drawn(None, 80).splitlines()]
-    assert ["decode-0", "decode", "99", "ready", "–", "–", "–", "–", "–"] in lines
-    busy = ["prefill-0", "prefill", "1234567", "draining", "29123", "12", "3", "29000", "341.4"]
+    assert ["decode-0", "decode", "99", "ready", "–", "–", "–", "–", "–", "–"] in lines
+    busy = ["prefill-0", "prefill", "1234567", "draining", "29123", "12", "3", "29000", "28000", "341.4"]
     assert any(line == busy for line in lines)
 
 

@@ -32,6 +32,17 @@ def test_version_and_help() -> None:
             word in shown.stdout for word in ("serve", "coordinator", "prefill", "decode", "bench", "status")
         )
     assert "--prefill N" in kvferry("serve", "--help").stdout
+    assert "not in this release" in next(line for line in kvferry().stdout.splitlines() if " bench " in line)
+
+
+def test_tier_keys_without_effect_are_said_once(tmp_path: Path) -> None:
+    config = tmp_path / "kvferry.toml"
+    config.write_text("[tiers.gold]\nweight = 4\npriority = 1\n[tiers.tin]\nttft_ms = 9\npriority = 2\n")
+    ended = kvferry("coordinator", "--config", str(config), "--model", "/nowhere/model")
+    assert ended.returncode == 4
+    assert [line.split(": ")[-1] for line in ended.stderr.splitlines() if line.startswith("WARNING")] == [
+        "gold.weight, tin.ttft_ms"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,7 @@ def test_version_and_help() -> None:
         (["serve", "--prot", "1"], 2, "did you mean --port?"),
         (["serve", "--host", "0.0.0.0"], 2, "--allow-unauthenticated"),
         (["serve", "--model", "/nowhere/model"], 4, "/nowhere/model: no such folder"),
+        (["serve", "--model", "nope"], 4, "--model nope: no such folder; give a model folder"),
         (["status", "--url", f"http://127.0.0.1:{SILENT.getsockname()[1]}"], 1, "refused"),
     ],
 )

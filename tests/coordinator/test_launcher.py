@@ -18,7 +18,8 @@ import zmq
 
 from common.config import API_KEY_VARIABLE, parse_coordinator, parse_serve, parse_worker
 from common.paths import child_environment
-from coordinator.launcher import Plan, make_plan, ready_lines, reserve_port
+from coordinator import admin_client
+from coordinator.launcher import Plan, key_in_words, make_plan, ready_lines, reserve_port
 from coordinator.supervisor import ChildSpec
 from tests.processes import alive
 
@@ -111,10 +112,25 @@ def test_tiers_reach_the_coordinator_and_flags_overrule_the_file(tmp_path: Path)
 
 
 def test_the_line_to_try_is_a_whole_command() -> None:
-    lines = ready_lines("http://127.0.0.1:1", "m", with_key=True)
+    lines = ready_lines("http://127.0.0.1:1", "m", "YOUR_KEY")
     assert lines[-1].startswith("  curl http://127.0.0.1:1/v1/chat/completions -H ")
-    assert f"Bearer ${API_KEY_VARIABLE}" in lines[-1]
-    assert API_KEY_VARIABLE not in ready_lines("http://127.0.0.1:1", "m", with_key=False)[-1]
+    assert '-H "Authorization: Bearer YOUR_KEY"' in lines[-1]
+    assert "status kvferry status --url http://127.0.0.1:1" in lines
+    plain = ready_lines(admin_client.DEFAULT_URL, "m", "")
+    assert not any("Authorization" in line or "status" in line for line in plain)
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "words"),
+    [
+        ([], "", ""),
+        ([], "s3cret", f"${API_KEY_VARIABLE}"),
+        ([], "s3cret,0ther", "YOUR_KEY"),
+        (["--api-key", "s3cret"], "", "YOUR_KEY"),
+    ],
+)
+def test_a_key_is_asked_for_in_words_that_work(argv: list[str], variable: str, words: str) -> None:
+    assert key_in_words(parse_serve(argv, {API_KEY_VARIABLE: variable})) == words
 
 
 # --- running it ---
