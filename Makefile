@@ -64,9 +64,10 @@ $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
 	@touch $@
 
 $(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
-	@echo '== installing kvferry and the versions of constraints.txt into $(VENV) (about 2 GB, a minute or two the first time)'
+	@echo '== installing setuptools into $(VENV) (seconds)'
 	@$(PIP) install --quiet -c constraints.txt setuptools
-	@echo '== the last step compiles the CPU kernels, where there is a C compiler: up to a minute'
+	@echo '== installing kvferry and the versions of constraints.txt into $(VENV); with a C compiler, CPU kernels too'
+	@echo '   The first time downloads about 2 GB. While pip then unpacks and compiles, it prints nothing for a minute or two.'
 	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
