@@ -15,6 +15,7 @@ the block's bytes, then its header.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from common.request import Key, WorkerId
 from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
 
 _HEADER_BYTES = 4096
+UNANSWERED_S = 3.0
 
 MessageIn = Callable[[Message, Sender], None]
 BlockIn = Callable[[Block, Sender, memoryview], None]
@@ -37,12 +39,14 @@ BlockIn = Callable[[Block, Sender, memoryview], None]
 
 @dataclass(slots=True)
 class _Out:
-    """The way to one incarnation of one decode worker."""
+    """The way to one incarnation of one decode worker. `unanswered_since`: the oldest message without any answer
+    after it."""
 
     address: PeerAddress
     control: zmq.asyncio.Socket
     data: zmq.asyncio.Socket
     reader: asyncio.Task[None]
+    unanswered_since: float | None = None
 
 
 class Links:
@@ -63,6 +67,9 @@ class Links:
         self._inbox = Inbox(counters)
         self._tasks: list[asyncio.Task[None]] = []
         self._on_peer: MessageIn | None = None
+        self._on_control: MessageIn | None = None
+        self._coordinator = ""
+        self._control_reader: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ set-up
 
@@ -85,12 +92,24 @@ class Links:
 
     def start(self, coordinator: str, on_control: MessageIn, on_peer: MessageIn, on_block: BlockIn) -> None:
         self._on_peer = on_peer
-        self._control = self._socket(zmq.DEALER, MAX_MESSAGE_BYTES)
-        self._control.setsockopt(zmq.IDENTITY, identity(self.me))
-        self._control.connect(coordinator)
-        self._spawn(self._read_messages(self._control, on_control))
+        self._coordinator = coordinator
+        self._on_control = on_control
+        self._connect_control()
         self._spawn(self._read_peers(on_peer))
         self._spawn(self._read_blocks(on_block))
+
+    def _connect_control(self) -> None:
+        assert self._on_control is not None
+        self._control = self._dealer(self._coordinator)
+        self._control_reader = asyncio.create_task(self._read_messages(self._control, self._on_control))
+
+    def reconnect_control(self) -> None:
+        """A new connection to the coordinator. The old one may look whole and lead nowhere: a ROUTER lets whoever
+        comes last with a name take it over, and does not tell the one before."""
+        assert self._control is not None and self._control_reader is not None
+        self._control_reader.cancel()
+        self._control.close(linger=0)
+        self._connect_control()
 
     def connect_fronts(self, fronts: dict[str, str]) -> None:
         """Follows what the coordinator says of the fronts: new ones, moved ones, gone ones."""
@@ -106,7 +125,10 @@ class Links:
 
     async def close(self) -> None:
         """Everything unsent gets LINGER_MS."""
-        for task in (*self._tasks, *(out.reader for out in self._out.values())):
+        readers = [out.reader for out in self._out.values()]
+        if self._control_reader is not None:
+            readers.append(self._control_reader)
+        for task in (*self._tasks, *readers):
             task.cancel()
         await asyncio.sleep(0)
         self._context.destroy(linger=LINGER_MS)
@@ -125,7 +147,9 @@ class Links:
         self._send(link[1], message)
 
     def to_receiver(self, target: PeerAddress, message: Message) -> None:
-        self._send(self._way_to(target).control, message)
+        out = self._way_to(target)
+        out.unanswered_since = out.unanswered_since or time.monotonic()
+        self._send(out.control, message)
 
     def to_sender(self, worker: WorkerId, message: Message) -> None:
         route = self._senders.get(worker)
@@ -144,26 +168,36 @@ class Links:
         send(socket, before, message, self.me, self._counters)
 
     def _way_to(self, target: PeerAddress) -> _Out:
+        """The connection to `target`; a new one when it is another life of that worker, or when it has answered
+        nothing for UNANSWERED_S (everything said to it has an answer, so then it leads nowhere)."""
         out = self._out.get(target.worker)
-        if out is not None and out.address == target:
-            return out
         if out is not None:
+            since = out.unanswered_since
+            if out.address == target and (since is None or time.monotonic() - since < UNANSWERED_S):
+                return out
             self._drop_out(out)
-        control = self._socket(zmq.DEALER, MAX_MESSAGE_BYTES)
-        control.setsockopt(zmq.IDENTITY, identity(self.me))
-        control.connect(target.control)
+        control = self._dealer(target.control)
         data = self._socket(zmq.PUSH, _HEADER_BYTES)
         data.connect(target.data)
-        assert self._on_peer is not None
-        reader = asyncio.create_task(self._read_messages(control, self._on_peer))
+        reader = asyncio.create_task(self._read_messages(control, self._answered(target.worker)))
         self._out[target.worker] = out = _Out(target, control, data, reader)
         return out
 
-    def forget_peer(self, worker: WorkerId) -> None:
-        """The coordinator no longer knows this decode worker."""
-        out = self._out.pop(worker, None)
-        if out is not None:
-            self._drop_out(out)
+    def _answered(self, worker: WorkerId) -> MessageIn:
+        def deliver(message: Message, sender: Sender) -> None:
+            out = self._out.get(worker)
+            if out is not None:
+                out.unanswered_since = None
+            assert self._on_peer is not None
+            self._on_peer(message, sender)
+
+        return deliver
+
+    def _dealer(self, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._socket(zmq.DEALER, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IDENTITY, identity(self.me))
+        socket.connect(endpoint)
+        return socket
 
     def _drop_out(self, out: _Out) -> None:
         out.reader.cancel()

@@ -39,7 +39,7 @@ from transfer.links import Links
 log = logging.getLogger(__name__)
 
 REGISTER_AGAIN_S = 1.0
-SILENCE_S = 5.0
+SILENCE_S = 2.5  # under the time after which the coordinator takes a silent worker for lost
 
 
 class PureWorker(Protocol):
@@ -153,15 +153,21 @@ class WorkerLoop:
                     await asyncio.wait_for(self._registered.wait(), REGISTER_AGAIN_S)
                 except TimeoutError:
                     log.info("waiting for the coordinator")
+                    if time.monotonic() - self._answered_at > SILENCE_S:
+                        self._connect_again()
 
     def _notice_silence(self) -> None:
         silent_s = time.monotonic() - self._answered_at
         if silent_s > SILENCE_S:
             log.warning(
-                "the coordinator has not answered a heartbeat for %.0f s; registering again", silent_s
+                "the coordinator has not answered for %.1f s; connecting and registering again", silent_s
             )
-            self._answered_at = time.monotonic()
             self._registered.clear()
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        self._answered_at = time.monotonic()
+        self._links.reconnect_control()
 
     def _send_heartbeat(self) -> None:
         started = self._step_started

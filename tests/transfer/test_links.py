@@ -1,0 +1,169 @@
+"""A worker's sockets against real ones: frames arrive whole, and a stolen name is won back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import xxhash
+import zmq
+import zmq.asyncio
+
+import transfer.links
+from common.counters import Counters
+from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender, encode
+from common.request import Attempt, Incarnation, RequestId
+from transfer.inbox import identity
+from transfer.links import Links
+
+BLOCK_BYTES = 4096
+KEY = (RequestId("a"), Attempt(1))
+CANCEL = Cancel(*KEY, "x")
+
+
+class End:
+    """One worker's links and all that came in over them."""
+
+    def __init__(self, name: str) -> None:
+        self.me = Sender(name, Incarnation(1))
+        self.links = Links(self.me, Counters(), block_bytes=BLOCK_BYTES)
+        self.address = self.links.bind("127.0.0.1", None)
+        self.heard: list[tuple[Message, str]] = []
+        self.blocks: list[tuple[Block, bytes]] = []
+
+    def start(self, coordinator: str) -> None:
+        def hear(message: Message, sender: Sender) -> None:
+            self.heard.append((message, sender.name))
+
+        def take(header: Block, sender: Sender, frame: memoryview) -> None:
+            self.blocks.append((header, bytes(frame)))
+
+        self.links.start(coordinator, hear, hear, take)
+
+
+async def until(true: Callable[[], Any], limit_s: float = 5.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not true():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def coordinator_and(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Socket, str, list[End]]]:
+    context = zmq.asyncio.Context()
+    router: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    ends = [End(name) for name in names]
+    for end in ends:
+        end.start(endpoint)
+    try:
+        yield router, endpoint, ends
+    finally:
+        for end in ends:
+            await end.links.close()
+        context.destroy(linger=0)
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 30))
+
+
+async def take_over(endpoint: str, name: bytes, data: bytes) -> None:
+    """An impostor comes under `name`, says something and leaves."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name)
+    socket.connect(endpoint)
+    await socket.send(data)
+    await asyncio.sleep(0.2)
+    context.destroy(linger=0)
+    await asyncio.sleep(0.1)
+
+
+def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            content = bytes(range(256)) * 16
+            p.links.to_receiver(d.address, CANCEL)
+            p.links.send_block(d.address, KEY, 3, memoryview(content))
+            await until(lambda: d.heard and d.blocks)
+            assert d.heard == [(CANCEL, "prefill-0")]
+            ((header, frame),) = d.blocks
+            assert frame == content and (header.index, header.size) == (3, BLOCK_BYTES)
+            assert header.checksum == xxhash.xxh3_64_intdigest(content)
+            d.links.to_sender(p.address.worker, Delivered(*KEY))
+            await until(lambda: p.heard)
+            assert p.heard == [(Delivered(*KEY), "decode-0")]
+
+    run(story())
+
+
+def test_a_name_taken_over_at_the_coordinator_is_won_back() -> None:
+    async def story() -> None:
+        async with coordinator_and("decode-0") as (router, endpoint, (d,)):
+            d.links.to_coordinator(CANCEL)
+            assert (await router.recv_multipart())[0] == identity(d.me)
+            await take_over(endpoint, identity(d.me), b"junk")
+            assert (await router.recv_multipart())[1] == b"junk"
+            d.links.to_coordinator(CANCEL)
+            assert not await router.poll(300), "the old connection leads nowhere, or the test shows nothing"
+            d.links.reconnect_control()
+            d.links.to_coordinator(CANCEL)
+            assert await router.recv_multipart() == [identity(d.me), encode(CANCEL, d.me)]
+            await router.send_multipart([identity(d.me), encode(Drain(1.0), Sender("c", Incarnation(1)))])
+            await until(lambda: d.heard)
+
+    run(story())
+
+
+def test_a_name_taken_over_at_a_peer_is_won_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.links, "UNANSWERED_S", 0.3)
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: d.heard)
+            d.links.to_sender(p.address.worker, Delivered(*KEY))
+            await until(lambda: p.heard)
+            await take_over(d.address.control, identity(p.me), b"junk")
+            p.links.to_receiver(d.address, CANCEL)
+            await asyncio.sleep(0.4)
+            assert len(d.heard) == 1, "the old connection leads nowhere, or the test shows nothing"
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: len(d.heard) == 2)
+
+    run(story())
+
+
+def test_another_life_of_a_peer_gets_a_connection_of_its_own() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0", "decode-1") as (_, _, (p, old, new)):
+            p.links.to_receiver(old.address, CANCEL)
+            await until(lambda: old.heard)
+            moved = PeerAddress(old.address.worker, Incarnation(2), new.address.control, new.address.data)
+            p.links.to_receiver(moved, CANCEL)
+            await until(lambda: new.heard)
+
+    run(story())
+
+
+def test_garbage_on_every_socket_is_counted_and_nothing_else() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            context = zmq.asyncio.Context()
+            sockets = [context.socket(zmq.DEALER), context.socket(zmq.PUSH)]
+            for socket, endpoint in zip(sockets, (d.address.control, d.address.data), strict=True):
+                socket.connect(endpoint)
+                await socket.send(b"\x81junk")
+                await socket.send_multipart([b"a", b"b", b"c"])
+            counted = d.links._counters.values
+            await until(lambda: counted.get("protocol_violations_total", 0) >= 4)
+            context.destroy(linger=0)
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: d.heard)
+            assert d.heard == [(CANCEL, "prefill-0")]
+
+    run(story())
