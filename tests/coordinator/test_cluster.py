@@ -511,7 +511,7 @@ def test_a_late_registration_of_an_old_incarnation_puts_nobody_out() -> None:
 
 def test_a_worker_known_to_be_dead_is_lost_without_waiting_for_heartbeats() -> None:
     bench = four()
-    key, prefill, decode = bench.accepted()
+    key, prefill, _ = bench.accepted()
     stale = bench.cluster.worker_died(WorkerId(prefill), Incarnation(99), bench.now)
     assert stale == [], "another life of it"
     effects = bench.cluster.worker_died(
