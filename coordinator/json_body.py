@@ -1,6 +1,7 @@
 """Bytes of a request body to a JSON object, with every way of failing turned into a 400. Pure.
 
-Python's parser accepts more than JSON (NaN, Infinity) and recurses; both are closed here. Numbers that overflow
+Python's parser accepts more than JSON (NaN, Infinity), keeps the last of two fields with one name, and recurses; all
+three are closed here. Numbers that overflow
 a float (1e309) become infinite there, so whoever reads a float still has to ask whether it is finite.
 """
 
@@ -10,6 +11,7 @@ import json
 from typing import Any, NoReturn
 
 from common.errors import BadRequest
+from coordinator.errors_http import shown
 
 MAX_DEPTH = 32
 
@@ -17,7 +19,7 @@ MAX_DEPTH = 32
 def parse_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object. Raises BadRequest."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise BadRequest("The body is not valid UTF-8.", code="invalid_json") from error
     except RecursionError as error:
@@ -38,6 +40,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise BadRequest(f"The body is not valid JSON: {name} is not a JSON number.", code="invalid_json")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise BadRequest(f"The body names {shown(twice)!r} twice in one object.", code="invalid_json")
+    return made
 
 
 def _check_depth(value: Any) -> None:

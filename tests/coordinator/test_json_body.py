@@ -18,6 +18,8 @@ from coordinator.json_body import MAX_DEPTH, parse_object
         (b'{"a": "\xff"}', "not valid UTF-8"),
         (b'\xef\xbb\xbf{"a": 1}', "not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
+        (b'{"a": 1, "b": 2, "a": 1}', "names 'a' twice"),
+        (b'{"a": [{"x\\n": 1, "\\u0078\\n": 1}]}', "twice"),
         (b'{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}", "levels deep"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "levels deep"),
         (b'{"a": ' + b'{"a": ' * 100 + b"1" + b"}" * 101, "levels deep"),
