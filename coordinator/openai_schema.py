@@ -2,7 +2,8 @@
 
 Three answers to a field: taken, neutral (`neutral_fields`: known, asks for nothing), or refused. A wrong type or
 range is a 400 that names the field; an unknown field, or a value whose effect we do not have, is a 422. Null
-means absent. Types are strict: "1" is no number, true is no integer, 1.0 is no integer.
+means absent for every field that we know; a name that we do not know is more likely a slip of the pen, and is
+refused whatever its value. Types are strict: "1" is no number, true is no integer, 1.0 is no integer.
 
 What depends on the model (token ids inside the vocabulary, room in the context) is checked in
 `request_builder`.
@@ -147,6 +148,8 @@ def _prompt(value: Any) -> Any:
 
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_CHARS)]
+MaybeLabel = Annotated[str, StringConstraints(max_length=MAX_LABEL_CHARS)]
+"""Empty means absent, as clients write it that always send the field."""
 Content = Annotated[str, BeforeValidator(_content)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -203,10 +206,10 @@ class CompletionFields(Fields):
     ] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Label | None = None
+    user: MaybeLabel = ""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     service_tier: Label | None = None
-    cache_salt: Label | None = None
+    cache_salt: MaybeLabel = ""
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> CompletionFields:
@@ -231,7 +234,7 @@ class ChatFields(CompletionFields):
 
     @model_validator(mode="after")
     def _agree(self) -> ChatFields:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
                 "bad_value", "{why}", {"field": "top_logprobs", "why": "needs logprobs to be true"}
             )

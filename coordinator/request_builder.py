@@ -134,7 +134,7 @@ class RequestBuilder:
             return next(iter(self._tiers))
         raise UnsupportedField(
             f"service_tier: {shown(str(fields.service_tier))!r} is not a tier of this server. Leave it out, or use one "
-            f"of: {', '.join(('auto', 'default', *self._tiers))}.",
+            f"of: {', '.join(dict.fromkeys(('auto', 'default', *self._tiers)))}.",
             param="service_tier",
             code="unsupported_value",
         )
@@ -156,8 +156,8 @@ class RequestBuilder:
             front=self._front,
             priority=self._tiers[tier] + fields.priority,
             tier=tier,
-            tenant=(fields.user or "") if tenant is None else tenant,
-            cache_salt=fields.cache_salt or "",
+            tenant=fields.user if tenant is None else tenant,
+            cache_salt=fields.cache_salt,
         )
         return Job(request, fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
 

@@ -113,7 +113,7 @@ BAD_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"user": "\ud83d"}, "user"),
-    ({"user": ""}, "user"),
+    ({"service_tier": ""}, "service_tier"),
     ({"user": "u" * 513}, "user"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"service_tier": 5}, "service_tier"),
@@ -216,6 +216,7 @@ def test_null_means_absent() -> None:
         fields = read(base)
         optional = [name for name in type(fields).model_fields if name not in base]
         assert read(base | dict.fromkeys(optional)) == fields
+        assert read(base | {"user": "", "cache_salt": ""}) == fields
 
 
 def test_no_field_is_both_taken_and_neutral() -> None:
@@ -233,6 +234,7 @@ def test_shapes_that_are_the_same_thing() -> None:
     assert read_text(TEXT | {"logprobs": 0}).num_logprobs == 0
     assert read_chat(CHAT | {"logprobs": True}).num_logprobs == 0
     assert read_chat(CHAT | {"logprobs": False}).num_logprobs is None
+    assert read_chat(CHAT | {"top_logprobs": 0}).num_logprobs is None
     developer = read_chat(CHAT | {"messages": [{"role": "developer", "content": "x"}]}).messages[0]
     assert developer.for_template() == {"role": "system", "content": "x"}
 

@@ -156,6 +156,7 @@ def test_models_and_tiers(builder: RequestBuilder) -> None:
     unknown = refused(text, builder, service_tier="flex")
     assert isinstance(unknown, UnsupportedField)
     assert unknown.param == "service_tier"
+    assert unknown.message.endswith("one of: auto, default, fast.")
     for name in ("auto", "default"):
         assert text(builder, service_tier=name).request.tier == "default"
 
