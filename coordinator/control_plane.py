@@ -18,7 +18,16 @@ import zmq
 import zmq.asyncio
 
 from common.effects import Effect, ToFront, ToWorker
-from common.errors import HTTP_ERRORS, CannotBind, KvferryError, NotAdmitted, RequestFailed
+from common.errors import (
+    HTTP_ERRORS,
+    BadRequest,
+    CannotBind,
+    DeadlinePassed,
+    KvferryError,
+    NotAdmitted,
+    NoWorker,
+    RequestFailed,
+)
 from common.messages import (
     MAX_MESSAGE_BYTES,
     CancelRequest,
@@ -36,6 +45,7 @@ from common.messages import (
 )
 from common.request import FrontId, Incarnation, Request, RequestId, WorkerId
 from coordinator.cluster import Cluster
+from coordinator.errors_http import CODES
 from coordinator.front import Front
 from coordinator.metrics import Metrics
 from coordinator.registry import Worker
@@ -46,6 +56,7 @@ from transfer.inbox import Inbox, make_socket, send
 log = logging.getLogger(__name__)
 
 FRONT = FrontId("front-0")
+SHUTTING_DOWN = "shutting_down"
 _ANSWERS = (Registered, RegistrationRefused, HeartbeatAck)
 
 
@@ -100,7 +111,7 @@ class ControlPlane:
         except TimeoutError:
             log.warning("%d requests did not finish in %g s", len(self._streams), timeout_s)
         for request_id in list(self._streams):
-            self._give_up(request_id, "the service is shutting down")
+            self._give_up(request_id, NoWorker("The service is shutting down.", code=SHUTTING_DOWN))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -128,13 +139,13 @@ class ControlPlane:
         self._streams[request_id] = stream
         self._idle.clear()
         self._limits[request_id] = asyncio.get_running_loop().call_later(
-            self._request_timeout_s, self._give_up, request_id, f"it took over {self._request_timeout_s:g} s"
+            self._request_timeout_s, self._give_up, request_id, self._over_time()
         )
         effects = self._cluster.submit(Submit(request, deadline_s), time.monotonic())
         for effect in effects:
             if isinstance(effect, ToFront) and isinstance(effect.message, Rejected):
                 self._forget(request_id)
-                raise _rejection(effect.message)
+                raise _rejection(effect.message, draining=self._cluster.draining)
         self._carry_out(effects)
         return stream
 
@@ -180,11 +191,15 @@ class ControlPlane:
         self._forget(request_id)
         self._carry_out(self._cluster.from_front(message, time.monotonic()))
 
-    def _give_up(self, request_id: RequestId, why: str) -> None:
+    def _over_time(self) -> KvferryError:
+        took = f"it took over {self._request_timeout_s:g} s"
+        return RequestFailed(f"The request was ended: {took}.", code=CODES[DeadlinePassed])
+
+    def _give_up(self, request_id: RequestId, error: KvferryError) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.fail(RequestFailed(f"The request was ended: {why}.", code="timeout"))
-            self._leave(CancelRequest(request_id, why), request_id)
+            stream.fail(error)
+            self._leave(CancelRequest(request_id, error.message), request_id)
 
     def _forget(self, request_id: RequestId) -> None:
         self._front.close(request_id)
@@ -290,7 +305,7 @@ class ControlPlane:
         stream = self._streams.get(message.id)
         if stream is not None:
             error = HTTP_ERRORS.get(message.error, RequestFailed)
-            stream.fail(error(f"The request failed: {message.reason}."))
+            stream.fail(error(f"The request failed: {message.reason}.", code=CODES[error]))
         self._forget(message.id)
 
     # ------------------------------------------------------------ the clock
@@ -312,11 +327,17 @@ class ControlPlane:
         self._carry_out(self._cluster.turn(now))
 
 
-def _rejection(message: Rejected) -> KvferryError:
+def _rejection(message: Rejected, *, draining: bool) -> KvferryError:
     reason = f"{message.reason[:1].upper()}{message.reason[1:]}."
     if message.error == "NotAdmitted":
         return NotAdmitted(reason, retry_after_s=message.retry_after_s)
-    return HTTP_ERRORS.get(message.error, RequestFailed)(reason)
+    error = HTTP_ERRORS.get(message.error, RequestFailed)
+    code = CODES[error]
+    if error is NoWorker and draining:
+        code = SHUTTING_DOWN
+    elif error is BadRequest:  # the front has sent every other kind of it away before
+        code = "context_length_exceeded"
+    return error(reason, code=code)
 
 
 def _snapshot(worker: Worker) -> WorkerSnapshot:

@@ -9,10 +9,29 @@ from __future__ import annotations
 import json
 import math
 
-from common.errors import KvferryError, ModelNotFound, NotAdmitted, Unauthorized
+from common.errors import (
+    BadRequest,
+    DeadlinePassed,
+    KvferryError,
+    ModelNotFound,
+    NotAdmitted,
+    NoWorker,
+    RequestFailed,
+    Unauthorized,
+)
 
 MAX_MESSAGE_CHARS = 1000
 MAX_NAME_CHARS = 120
+RETRY_AFTER_NO_WORKER_S = 1.0
+
+CODES: dict[type[KvferryError], str] = {
+    BadRequest: "invalid_value",
+    DeadlinePassed: "deadline",
+    NotAdmitted: "not_admitted",
+    NoWorker: "no_worker",
+    RequestFailed: "request_failed",
+}
+"""What an error is called where whoever raised it had no closer word."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -32,6 +51,11 @@ class ObjectNotFound(KvferryError):
     kind = "invalid_request_error"
 
 
+def code_of(error: KvferryError) -> str:
+    """Never empty: programs and the log tell errors apart by it."""
+    return error.code or CODES.get(type(error), "internal_error")
+
+
 def internal_error() -> KvferryError:
     """What a client is told of an exception that we did not raise on purpose."""
     return KvferryError("The server failed on this request; its log has the reason.", code="internal_error")
@@ -48,18 +72,25 @@ def error_object(error: KvferryError) -> bytes:
     message = error.message
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + "…"
-    inside = {"message": message, "type": error.kind, "param": error.param, "code": error.code}
+    inside = {"message": message, "type": error.kind, "param": error.param, "code": code_of(error)}
     return json.dumps({"error": inside}).encode()
 
 
 def error_headers(error: KvferryError, body: bytes) -> Headers:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if isinstance(error, NotAdmitted):
+    retry_after_s = _retry_after_s(error)
+    if retry_after_s is not None:
         # Whole seconds are what every client reads, and 0 would invite an immediate retry.
-        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+        headers.append((b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
+
+
+def _retry_after_s(error: KvferryError) -> float | None:
+    if isinstance(error, NotAdmitted):
+        return error.retry_after_s
+    return RETRY_AFTER_NO_WORKER_S if isinstance(error, NoWorker) else None
 
 
 def model_not_found(asked: str, served: tuple[str, ...]) -> ModelNotFound:

@@ -19,7 +19,8 @@ from coordinator.response_writer import ResponseWriter
 
 log = logging.getLogger("kvferry.http")
 
-GUARDED = ("/v1", "/admin")
+OPEN = ("/health",)
+"""Without a key even where keys are set: probes of orchestrators and load balancers carry none."""
 MAX_REQUEST_ID_CHARS = 200
 ARRIVAL = "kvferry.arrival"
 
@@ -28,10 +29,12 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When the request's head came (monotonic), and whose key it brought: None where no keys are set."""
+    """When the request's head came (monotonic), whose key it brought (None where no keys are set), and what the
+    client calls it (empty where it has no name for it)."""
 
     started_s: float
     tenant: str | None
+    client_id: str
 
 
 class FrontDoor:
@@ -49,9 +52,10 @@ class FrontDoor:
             return
         started_s = time.monotonic()
         headers = dict(reversed(scope["headers"]))
-        send = _echoing(send, _request_id(headers.get(b"x-request-id")))
+        client_id = _request_id(headers.get(b"x-request-id", b""))
+        send = _echoing(send, client_id)
         tenant = self._tenant(headers.get(b"authorization", b"")) if self._keys else None
-        if self._keys and tenant is None and _is_guarded(scope["path"]):
+        if self._keys and tenant is None and scope["path"] not in OPEN:
             await ResponseWriter(send).error(
                 Unauthorized(
                     "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
@@ -60,7 +64,7 @@ class FrontDoor:
                 unread=receive,
             )
             return
-        scope[ARRIVAL] = Arrival(started_s, tenant)
+        scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode())
         await self._guarded(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,18 +98,12 @@ def _digest(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=32).digest()
 
 
-def _is_guarded(path: str) -> bool:
-    return any(path == root or path.startswith(root + "/") for root in GUARDED)
-
-
-def _request_id(value: bytes | None) -> bytes | None:
-    """The client's id as it may be echoed: printable ASCII, cut. It names nothing here."""
-    if value is None:
-        return None
+def _request_id(value: bytes) -> bytes:
+    """The client's id as it may be echoed and logged: printable ASCII, cut. It names nothing here."""
     return bytes(byte for byte in value[:MAX_REQUEST_ID_CHARS] if 0x20 <= byte < 0x7F)
 
 
-def _echoing(send: Send, request_id: bytes | None) -> Send:
+def _echoing(send: Send, request_id: bytes) -> Send:
     if not request_id:
         return send
 

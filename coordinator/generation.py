@@ -20,7 +20,8 @@ from typing import Any
 from common.errors import KvferryError
 from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
-from coordinator.errors_http import internal_error
+from coordinator.errors_http import code_of, internal_error
+from coordinator.front_door import Arrival
 from coordinator.gateway import Gateway, TokenStream
 from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
 from coordinator.json_body import parse_object
@@ -59,13 +60,14 @@ class Limits:
 class Surface:
     """What differs between chat and text completions."""
 
+    name: str
     build: Callable[[RequestBuilder, dict[str, Any], str | None], Awaitable[Job]]
     chunks: type[ChunkShape]
     respond: Callable[[Whole, TokenBytes], bytes]
 
 
-CHAT = Surface(RequestBuilder.chat, ChatChunks, chat_response)
-TEXT = Surface(RequestBuilder.text, TextChunks, text_response)
+CHAT = Surface("chat", RequestBuilder.chat, ChatChunks, chat_response)
+TEXT = Surface("text", RequestBuilder.text, TextChunks, text_response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,12 @@ class Kitchen:
 
 
 class Generation:
-    """One request. `started_s` is when its head arrived, `tenant` whose key it came with (None: no keys are set)."""
+    """One request."""
 
-    def __init__(self, kitchen: Kitchen, surface: Surface, started_s: float, tenant: str | None) -> None:
+    def __init__(self, kitchen: Kitchen, surface: Surface, arrival: Arrival) -> None:
         self._kitchen = kitchen
         self._surface = surface
-        self._started_s = started_s
-        self._tenant = tenant
+        self._arrival = arrival
         self._phase = Phase.WAITING
         self._leaving = "the server is stopping"
         self._job: Job | None = None
@@ -162,11 +163,11 @@ class Generation:
 
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
-        job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._tenant)
+        job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
         self._answer = Answer(kitchen.tokenizer.text_bytes, job.request.sampling, job.stops)
         stream = await kitchen.gateway.submit(job.request)
         self._phase = Phase.PREFILLING
-        self._meter = kitchen.metrics.meter(job.request.tier, self._started_s)
+        self._meter = kitchen.metrics.meter(job.request.tier, self._arrival.started_s)
         try:
             await (self._stream(job, stream, out) if job.stream else self._whole(job, stream, out))
         except asyncio.CancelledError:
@@ -236,31 +237,39 @@ class Generation:
         if self._meter is None:
             self._rejected(error)
         else:
-            self._end("error", error.status)
+            self._end("error", error.status, code_of(error))
 
     def _rejected(self, error: KvferryError) -> None:
-        self._kitchen.metrics.rejected.labels(error.code or type(error).__name__).inc()
-        log.info("- %s %s %s", self._surface.chunks.object, error.status, error.code)
+        code = code_of(error)
+        self._kitchen.metrics.rejected.labels(code).inc()
+        self._log("rejected", error.status, code, time.monotonic())
 
     def _left(self) -> None:
         self._kitchen.metrics.aborted.labels(self._phase_now()).inc()
         self._end("abort", 499)
 
-    def _end(self, reason: str, status: int) -> None:
-        """One line for each request, without a word of what was asked or answered."""
+    def _end(self, reason: str, status: int, code: str = "-") -> None:
         now_s = time.monotonic()
-        meter, job, answer = self._meter, self._job, self._answer
-        if meter is not None:
-            meter.end(reason, now_s)
+        if self._meter is not None:
+            self._meter.end(reason, now_s)
+        self._log(reason, status, code, now_s)
+
+    def _log(self, reason: str, status: int, code: str, now_s: float) -> None:
+        """One line for each request, without a word of what was asked or answered."""
+        meter, job, answer, arrival = self._meter, self._job, self._answer, self._arrival
         first_s = meter.first_token_s if meter is not None else None
         log.info(
-            "%s %d %s tier=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s total_ms=%.0f",
+            "%s %s %d %s code=%s client_id=%r tier=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s "
+            "total_ms=%.0f",
+            self._surface.name,
             job.request.request_id if job else "-",
             status,
             reason,
+            code,
+            arrival.client_id,
             job.request.tier if job else "-",
             job.request.prompt_tokens if job else 0,
             answer.completion_tokens if answer else 0,
-            "-" if first_s is None else f"{(first_s - self._started_s) * 1e3:.0f}",
-            (now_s - self._started_s) * 1e3,
+            "-" if first_s is None else f"{(first_s - arrival.started_s) * 1e3:.0f}",
+            (now_s - arrival.started_s) * 1e3,
         )

@@ -6,6 +6,7 @@ The two completion routes are `Generation`; all others answer at once from what 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from coordinator.request_builder import RequestBuilder
 from coordinator.tokenizer import Tokenizer
 
 DEFAULT_FRONT = FrontId("front-0")
+NOT_HTTP = "Invalid HTTP request received."
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -52,11 +54,13 @@ def create_app(
     front: FrontId = DEFAULT_FRONT,
     limits: Limits | None = None,
 ) -> ASGIApp:
-    """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open.
+    """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
+    them `/health` alone.
     `seed`: see `RequestBuilder`."""
     builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed)
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
-    app = FastAPI(title="kvferry", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # Derived from the routes, the schema would say nothing of bodies and answers: none is better than that one.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(KvferryError, _kvferry_error)
     app.add_exception_handler(Exception, _unforeseen)
@@ -72,6 +76,7 @@ def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
     On uvloop: asyncio leaves Nagle's delay on for sockets that were not made with IPPROTO_TCP, and a response, two
     writes, then takes 40 ms more.
     """
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -89,6 +94,11 @@ def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
     )
 
 
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whoever can connect can send what is not HTTP, as often as they like: it has its 400, and fills no log."""
+    return record.msg != NOT_HTTP
+
+
 class _Generate(Response):
     """Hands the connection to `Generation`, which reads, watches and writes it itself."""
 
@@ -102,8 +112,7 @@ class _Generate(Response):
 
 def _add_completion_routes(app: FastAPI, kitchen: Kitchen) -> None:
     def generate(request: Request, surface: Surface) -> Response:
-        arrival = request.scope[ARRIVAL]
-        return _Generate(Generation(kitchen, surface, arrival.started_s, arrival.tenant))
+        return _Generate(Generation(kitchen, surface, request.scope[ARRIVAL]))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

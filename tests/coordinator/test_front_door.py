@@ -16,8 +16,17 @@ from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
 TEXT: dict[str, Any] = {"model": "smol", "prompt": "hi"}
-OPEN = ["/health", "/metrics", "/version"]
-GUARDED = ["/v1/models", "/v1/nope", "/admin/workers", "/admin/requests/known"]
+GUARDED = [
+    "/metrics",
+    "/version",
+    "/nope",
+    "/openapi.json",
+    "/health/",
+    "/v1/models",
+    "/v1/nope",
+    "/admin/workers",
+    "/admin/requests/known",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +49,9 @@ def get(served: Served, path: str, authorization: str | bytes | None) -> httpx.R
     return httpx.get(served.url + path, headers=headers)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("path", OPEN)
-def test_what_needs_no_key(locked: Served, path: str) -> None:
-    assert get(locked, path, None).status_code == 200
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong"])
+def test_health_needs_no_key(locked: Served, authorization: str | None) -> None:
+    assert get(locked, "/health", authorization).status_code == 200
 
 
 @pytest.mark.parametrize("path", GUARDED)
@@ -69,7 +78,8 @@ def test_what_needs_one(locked: Served, path: str, authorization: str | bytes | 
 
 @pytest.mark.parametrize("authorization", ["Bearer first-key", "bearer second-key", "Bearer  first-key"])
 def test_any_of_the_keys_opens(locked: Served, authorization: str) -> None:
-    assert get(locked, "/admin/workers", authorization).status_code == 200
+    for path in ("/admin/workers", "/metrics", "/version", "/v1/models"):
+        assert get(locked, path, authorization).status_code == 200
 
 
 def test_a_body_without_a_key_is_not_read(locked: Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from typing import Any
 
 import httpx
@@ -190,18 +191,20 @@ def test_an_answer_without_text(served: Served, client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == ""
 
 
-FAILURES: list[tuple[KvferryError, int, str]] = [
-    (NotAdmitted("full", retry_after_s=1.2), 429, "rate_limit_error"),
-    (NoWorker("none left"), 503, "service_unavailable"),
-    (DeadlinePassed("too late"), 408, "timeout_error"),
-    (RequestFailed("prefill failed", code="prefill"), 500, "server_error"),
+FAILURES: list[tuple[KvferryError, int, str, str]] = [
+    (NotAdmitted("full", retry_after_s=1.2), 429, "rate_limit_error", "not_admitted"),
+    (NoWorker("none left"), 503, "service_unavailable", "no_worker"),
+    (NoWorker("none left", code="shutting_down"), 503, "service_unavailable", "shutting_down"),
+    (DeadlinePassed("too late"), 408, "timeout_error", "deadline"),
+    (RequestFailed("prefill failed", code="prefill"), 500, "server_error", "prefill"),
+    (RequestFailed("it failed"), 500, "server_error", "request_failed"),
 ]
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["admission", "first token"])
-@pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
+@pytest.mark.parametrize(("error", "status", "kind", "code"), FAILURES)
 def test_a_failure_before_the_first_token_has_its_status(
     served: Served,
     client: httpx.Client,
@@ -211,15 +214,14 @@ def test_a_failure_before_the_first_token_has_its_status(
     error: KvferryError,
     status: int,
     kind: str,
+    code: str,
 ) -> None:
     how = {"refuse": error} if when == "admission" else {"error": error}
     served.gateway.answers(5, **how)
     response = client.post(route, json=ROUTES[route] | {"stream": stream})
     assert response.status_code == status
-    assert response.json() == {
-        "error": {"message": error.message, "type": kind, "param": None, "code": error.code}
-    }
-    assert response.headers.get("retry-after") == ("2" if status == 429 else None)
+    assert response.json() == {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+    assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -261,7 +263,9 @@ def test_a_bug_says_nothing_of_the_inside(served: Served, client: httpx.Client) 
     assert "secret" not in response.text
 
 
-@pytest.mark.parametrize("path", ["/nope", "/v1/nope", "/v1/completions/", "/admin", "/"])
+@pytest.mark.parametrize(
+    "path", ["/nope", "/v1/nope", "/v1/completions/", "/admin", "/", "/openapi.json", "/docs"]
+)
 def test_no_such_route(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 404
@@ -291,6 +295,7 @@ def test_health_version_and_admin(served: Served, client: httpx.Client) -> None:
     response = client.get("/health")
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "no live decode worker"
+    assert response.headers["retry-after"] == "1"
     assert client.get("/version").json()["version"]
     assert client.get("/admin/workers").json() == [{"id": "decode-0", "role": "decode"}]
     assert client.get("/admin/requests/known").json() == {"id": "known"}
@@ -332,3 +337,52 @@ def test_the_log_has_a_line_and_no_content(
     assert len(lines) == 1
     assert "SECRET" not in caplog.text
     assert "200 stop" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("route", "change", "refuse", "says"),
+    [
+        ("/v1/chat/completions", {"model": "x"}, None, "chat - 404 rejected code=model_not_found"),
+        ("/v1/completions", {"frob": 1}, None, "text - 422 rejected code=unknown_field"),
+        ("/v1/completions", {}, NoWorker("none"), "503 rejected code=no_worker"),
+    ],
+)
+def test_a_rejection_is_logged_with_its_code_and_the_clients_id(
+    served: Served,
+    client: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    route: str,
+    change: dict[str, Any],
+    refuse: KvferryError | None,
+    says: str,
+) -> None:
+    served.gateway.answers(5, refuse=refuse)
+    with caplog.at_level(logging.INFO, "kvferry.http"):
+        client.post(route, json=ROUTES[route] | change, headers={"x-request-id": "mine"})
+        client.get("/health")
+    (line,) = [record.getMessage() for record in caplog.records if "rejected" in record.getMessage()]
+    assert says in line
+    assert "client_id='mine'" in line
+
+
+def test_a_failure_is_logged_with_its_code(
+    served: Served, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.gateway.answers(5, 6, error=NoWorker("stopping", code="shutting_down"), error_after=1)
+    with caplog.at_level(logging.INFO, "kvferry.http"):
+        text = client.post("/v1/completions", json=TEXT | {"stream": True}).text
+        client.get("/health")
+    assert '"code": "shutting_down"' in text
+    assert "503 error code=shutting_down client_id=''" in caplog.text
+
+
+def test_what_is_not_http_gets_400_and_no_line(
+    served: Served, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.settimeout(5)
+            connection.sendall(b"not http at all\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+        client.get("/health")
+    assert "Invalid HTTP" not in caplog.text

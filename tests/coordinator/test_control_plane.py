@@ -1,0 +1,110 @@
+"""What a client is told when the cluster says no, or the service stops, by a real control plane without workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import BadRequest, DeadlinePassed, KvferryError, NotAdmitted, NoWorker, RequestFailed
+from common.messages import Rejected, RequestEnded
+from common.request import Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
+from coordinator.cluster import Cluster
+from coordinator.control_plane import FRONT, ControlPlane, _rejection
+from coordinator.metrics import Metrics
+from coordinator.queue import WaitingQueue
+from coordinator.registry import Registry
+from coordinator.streams import MailboxStream
+
+ID = RequestId("r")
+
+
+def plane() -> ControlPlane:
+    registry = Registry(
+        tokenizer_hash="t", fronts={}, heartbeat_interval_s=1, lost_after_s=5, hung_after_s=30
+    )
+    queue = WaitingQueue(max_requests=8, max_tokens=1000)
+    cluster = Cluster(
+        registry, queue, first_attempt=first_attempt_of_epoch(1), max_wait_s=60, unheld_after_s=5
+    )
+    return ControlPlane(cluster, Metrics(("default",)), collocated=False, request_timeout_s=60)
+
+
+def waiting(plane: ControlPlane) -> MailboxStream:
+    """An answer that its client waits for."""
+    stream = plane._streams[ID] = MailboxStream(ID, lambda: None, lambda reason: None)
+    plane._front.open(ID)
+    return stream
+
+
+async def failure(stream: MailboxStream) -> KvferryError:
+    with pytest.raises(KvferryError) as failed:
+        await stream.next()
+    return failed.value
+
+
+def test_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one() -> None:
+    async def scene() -> list[KvferryError]:
+        service = plane()
+        try:
+            stream = waiting(service)
+            await service.drain(0.01)
+            with pytest.raises(NoWorker) as late:
+                await service.submit(Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT))
+            return [await failure(stream), late.value]
+        finally:
+            await service.close()
+
+    for error in asyncio.run(scene()):
+        assert (error.status, error.code) == (503, "shutting_down")
+        assert error.message == "The service is shutting down."
+
+
+def test_without_a_worker() -> None:
+    async def scene() -> None:
+        service = plane()
+        try:
+            await service.submit(Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT))
+        finally:
+            await service.close()
+
+    with pytest.raises(NoWorker) as refused:
+        asyncio.run(scene())
+    assert refused.value.code == "no_worker"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        ("NotAdmitted", NotAdmitted, "not_admitted"),
+        ("NoWorker", NoWorker, "no_worker"),
+        ("BadRequest", BadRequest, "context_length_exceeded"),
+        ("NeverHeardOf", RequestFailed, "request_failed"),
+    ],
+)
+def test_every_rejection_has_a_code(error: str, kind: type[KvferryError], code: str) -> None:
+    raised = _rejection(Rejected(ID, error, "it is full"), draining=False)
+    assert (type(raised), raised.code, raised.message) == (kind, code, "It is full.")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        ("DeadlinePassed", DeadlinePassed, "deadline"),
+        ("RequestFailed", RequestFailed, "request_failed"),
+        ("NoWorker", NoWorker, "no_worker"),
+        ("NeverHeardOf", RequestFailed, "request_failed"),
+    ],
+)
+def test_every_end_that_is_a_failure_has_a_code(error: str, kind: type[KvferryError], code: str) -> None:
+    async def scene() -> KvferryError:
+        service = plane()
+        try:
+            stream = waiting(service)
+            service._ended(RequestEnded(ID, error, "so it was"))
+            return await failure(stream)
+        finally:
+            await service.close()
+
+    ended = asyncio.run(scene())
+    assert (type(ended), ended.code) == (kind, code)
