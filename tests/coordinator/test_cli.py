@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from common.paths import child_environment, project_root, require_own_folders
 from common.version import VERSION
 from coordinator.launcher import reserve_port
 
-# A port on which nobody listens.
-SILENT = reserve_port("127.0.0.1")
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port on which nobody listens."""
+    with reserve_port("127.0.0.1") as held:
+        yield held.getsockname()[1]
 
 
 def kvferry(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -53,7 +58,6 @@ def test_tier_keys_without_effect_are_said_once(tmp_path: Path) -> None:
         (["serve", "--host", "0.0.0.0"], 2, "--allow-unauthenticated"),
         (["serve", "--model", "/nowhere/model"], 4, "/nowhere/model: no such folder"),
         (["serve", "--model", "nope"], 4, "--model nope: no such folder; give a model folder"),
-        (["status", "--url", f"http://127.0.0.1:{SILENT.getsockname()[1]}"], 1, "refused"),
     ],
 )
 def test_faults_are_one_line_with_the_code_of_the_contract(argv: list[str], code: int, words: str) -> None:
@@ -62,6 +66,13 @@ def test_faults_are_one_line_with_the_code_of_the_contract(argv: list[str], code
     assert words in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert ended.stdout == ""
+
+
+def test_status_of_nobody_is_one_line(silent_port: int) -> None:
+    ended = kvferry("status", "--url", f"http://127.0.0.1:{silent_port}")
+    assert ended.returncode == 1
+    assert "refused" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
 
 
 def test_folders_of_the_same_name_where_a_person_stands_are_not_ours(tmp_path: Path) -> None:
