@@ -8,6 +8,7 @@ a float (1e309) become infinite there, so whoever reads a float still has to ask
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from common.errors import BadRequest
@@ -45,8 +46,7 @@ def _no_constant(name: str) -> NoReturn:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise BadRequest(f"The body names {shown(twice)!r} twice in one object.", code="invalid_json")
     return made
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from common.errors import BadRequest
@@ -44,3 +46,11 @@ def test_depth_is_counted_exactly() -> None:
 
 def test_many_flat_brackets_are_fine() -> None:
     assert len(parse_object(b'{"a": [' + b",".join([b"[]"] * 1000) + b"]}")["a"]) == 1000
+
+
+def test_finding_the_name_that_is_there_twice_is_quick() -> None:
+    names = [*range(200_000), 199_999]
+    started_s = time.monotonic()
+    with pytest.raises(BadRequest, match="'199999' twice"):
+        parse_object(b"{" + b",".join(b'"%d":0' % name for name in names) + b"}")
+    assert time.monotonic() - started_s < 2
