@@ -160,7 +160,7 @@ def test_a_killed_worker_is_replaced_and_its_streams_go_on(
 ) -> None:
     """Five streams; their text is as if nothing had happened."""
     prompts = [text_ids[40 * i : 40 * i + 60] for i in range(5)]
-    fields: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
     alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
     victim = next(row for row in service.workers() if row["role"] == role)
     heard = threading.Event()
@@ -186,7 +186,7 @@ def test_a_frozen_worker_is_passed_over_and_taken_back(service: Service, text_id
     """It says nothing for longer than the limit, its streams go on elsewhere; then it wakes, and what it says of
     the old attempts changes nothing."""
     prompts = [text_ids[30 * i : 30 * i + 50] for i in range(4)]
-    fields: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
     frozen = service.worker("decode-1")["pid"]
     heard = threading.Event()
