@@ -61,9 +61,12 @@ def local_folder(model: str) -> Path:
 def _default_model() -> str:
     """Its progress goes to our stderr, the folder comes on its stdout."""
     command = [sys.executable, "-P", "-m", "kernels.default_model"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=child_environment(os.environ), text=True
-    ) as maker:
+    with (
+        _sigterm_interrupts(),
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=child_environment(os.environ), text=True
+        ) as maker,
+    ):
         try:
             said, _ = maker.communicate()
         finally:
