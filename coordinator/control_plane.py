@@ -221,11 +221,13 @@ class ControlPlane:
             read = self._inbox.read(frames[-1] if frames else b"", route)
             if read is None:
                 continue
-            sender, message = read
-            self._learn_route(sender, route)
-            self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()), answer_to=route)
-            if isinstance(message, Register):
-                self._watch_process(message, sender)
+            self._inbox.guard(self._take_control, read[1], read[0], route)
+
+    def _take_control(self, message: Message, sender: Sender, route: bytes) -> None:
+        self._learn_route(sender, route)
+        self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()), answer_to=route)
+        if isinstance(message, Register):
+            self._watch_process(message, sender)
 
     def _learn_route(self, sender: Sender, route: bytes) -> None:
         """The newest life of a worker is the one that commands go to."""
@@ -262,7 +264,7 @@ class ControlPlane:
         while True:
             read = self._inbox.read((await self._tokens.recv_multipart())[-1])
             if read is not None and isinstance(read[1], Tokens):
-                self._take_tokens(read[1], read[0])
+                self._inbox.guard(self._take_tokens, read[1], read[0])
 
     def _take_tokens(self, tokens: Tokens, sender: Sender) -> None:
         now = time.monotonic()

@@ -95,6 +95,15 @@ class Inbox:
         del self._shut_out_until[route]
         return False
 
+    def guard(self, handle: Callable[..., None], *message: object) -> None:
+        """Handles one message. If that raises, we erred: it is logged and counted, and the next one is read. A reader
+        that ended here would leave its process deaf, alive and beating."""
+        try:
+            handle(*message)
+        except Exception:
+            self._counters.add("internal_errors_total")
+            log.exception("a message could not be handled")
+
     def violated(self, error: ProtocolViolation, route: bytes = b"") -> None:
         """Counts it; without a route there is nobody to shut out."""
         self._counters.add("protocol_violations_total")

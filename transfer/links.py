@@ -211,7 +211,7 @@ class Links:
             frames = await socket.recv_multipart()
             read = self._inbox.read(frames[-1])
             if read is not None:
-                deliver(read[1], read[0])
+                self._inbox.guard(deliver, read[1], read[0])
 
     async def _read_peers(self, deliver: MessageIn) -> None:
         while True:
@@ -220,7 +220,7 @@ class Links:
             if read is not None:
                 sender, message = read
                 self._senders[WorkerId(sender.name)] = route
-                deliver(message, sender)
+                self._inbox.guard(deliver, message, sender)
 
     async def _read_blocks(self, deliver: BlockIn) -> None:
         while True:
@@ -235,7 +235,7 @@ class Links:
                 continue
             sender, header = read
             if isinstance(header, Block):
-                deliver(header, sender, memoryview(frames[0].buffer))
+                self._inbox.guard(deliver, header, sender, memoryview(frames[0].buffer))
             else:
                 self._inbox.violated(ProtocolViolation(f"a {type(header).__name__} on the data socket"))
 

@@ -75,3 +75,17 @@ def test_without_a_route_there_is_nobody_to_shut_out(inbox: Inbox, counters: Cou
         assert inbox.read(b"junk") is None
     assert inbox.read(GOOD) == (ME, MESSAGE)
     assert counters.values == {"protocol_violations_total": 2.0 * MAX_VIOLATIONS}
+
+
+def test_a_handler_that_raises_is_counted_and_the_reader_goes_on(inbox: Inbox, counters: Counters) -> None:
+    heard: list[object] = []
+
+    def handle(message: object) -> None:
+        if not heard:
+            heard.append("raised")
+            raise AssertionError("we erred")
+        heard.append(message)
+
+    inbox.guard(handle, 1)
+    inbox.guard(handle, 2)
+    assert heard == ["raised", 2] and counters.values == {"internal_errors_total": 1.0}
