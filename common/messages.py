@@ -320,11 +320,22 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRow:
+    """Log-probabilities of prompt tokens from index `first` on (the first token of all has none, so first >= 1)."""
+
+    id: RequestId
+    attempt: Attempt
+    first: Positive
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens(Message):
     """One step's tokens for one front. `seq` counts this worker's messages to it, so a lost one shows."""
 
     seq: Count
     rows: tuple[TokenRow, ...]
+    prompts: tuple[PromptRow, ...] = ()
 
 
 # ---------------------------------------------------------------- front ↔ coordinator

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, NewType
+from typing import Annotated, Literal, NewType
 
 from pydantic import AfterValidator
 
@@ -56,12 +56,21 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like, as text. Only this and the output ids travel; whoever continues replays them."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when the answer ends. A token is a function of this and the tokens before it.
 
     `seed` is always set (minted when the user gave none). `end_token_ids` end the answer and are masked while
     fewer than `min_tokens` tokens are out: the model's end ids unless the user ignores them, and the user's own.
-    `logprobs` is `None` (not asked) or how many alternatives to report beside the chosen token.
+    `logprobs` is `None` (not asked) or how many alternatives to report beside the chosen token; `prompt_logprobs` is
+    the same for every prompt token but the first. `child` numbers the choices of one prompt (`n`).
     """
 
     max_tokens: int
@@ -78,11 +87,16 @@ class SamplingParams:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`)."""
+    """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`).
+
+    `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`), or empty.
+    """
 
     request_id: RequestId
     prompt_ids: PackedIds
@@ -92,6 +106,7 @@ class Request:
     tier: str = "default"
     tenant: str = ""
     cache_salt: str = ""
+    leader: str = ""
 
     @property
     def prompt_tokens(self) -> int:

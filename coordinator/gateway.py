@@ -19,12 +19,16 @@ class TokenDelta:
 
     `logprobs` has one entry per id when they were asked for. `finish` is set on the last delta (which may have no
     ids). `cached_tokens` is the number of prompt tokens found in prefix caches, known from the first delta on.
+    `choice` is the request's place in the group it was submitted in. `prompt_logprobs` continue those of earlier
+    deltas, from prompt token 1 on; they are complete before the first delta with ids.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     finish: FinishReason | None
     cached_tokens: int
+    choice: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TokenStream(Protocol):
