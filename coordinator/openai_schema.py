@@ -38,6 +38,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_LABEL_CHARS = 512
 MAX_PRIORITY = 2**31 - 1
+MIN_REPETITION_PENALTY = 1e-9
+"""Logits are divided by it; by less, they leave the range of float32."""
 
 _UNKNOWN: Final = "unknown_field"
 _UNSUPPORTED: Final = "unsupported_value"
@@ -200,7 +202,7 @@ class CompletionFields(Fields):
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)] = 1.0
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)
     ] = {}

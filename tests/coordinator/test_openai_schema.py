@@ -21,19 +21,19 @@ from coordinator.openai_schema import (
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 INF = float("inf")
-MANY = [-0.0, 1e-9, 2**31, 2**63, 2**64, -(2**63) - 1, 1e309, "1", True, [], {}, -1, 0, 1.5]
+MANY = [-0.0, 1e-9, 1e-30, 2**31, 2**63, 2**64, -(2**63) - 1, 1e309, "1", True, [], {}, -1, 0, 1.5]
 """Values that each numeric field is tried with; `TAKEN` says which of them it takes."""
 
 TAKEN: dict[str, list[Any]] = {
-    "temperature": [-0.0, 1e-9, 0, 1.5],
-    "top_p": [1e-9],
+    "temperature": [-0.0, 1e-30, 1e-9, 0, 1.5],
+    "top_p": [1e-30, 1e-9],
     "top_k": [2**31, 2**63, 2**64, -1, 0],
-    "min_p": [-0.0, 1e-9, 0],
+    "min_p": [-0.0, 1e-30, 1e-9, 0],
     "seed": [2**31, -1, 0],
     "max_tokens": [2**31, 2**63, 2**64],
     "min_tokens": [2**31, 2**63, 2**64, 0],
-    "presence_penalty": [-0.0, 1e-9, -1, 0, 1.5],
-    "frequency_penalty": [-0.0, 1e-9, -1, 0, 1.5],
+    "presence_penalty": [-0.0, 1e-30, 1e-9, -1, 0, 1.5],
+    "frequency_penalty": [-0.0, 1e-30, 1e-9, -1, 0, 1.5],
     "repetition_penalty": [1e-9, 1.5],
     "priority": [-1, 0],
 }
