@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from common.errors import BadRequest, UnsupportedField
 from coordinator import neutral_fields
 from coordinator.errors_http import shown
+from coordinator.field_schema import TOKEN_ID, describe_body
 
 MAX_MESSAGES = 4096
 MAX_PROMPT_IDS = 1 << 20
@@ -49,7 +50,12 @@ class Fields(BaseModel):
     """Base: drops nulls and neutral values, refuses what is left over."""
 
     model_config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=()
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra=describe_body,
     )
     NEUTRAL: ClassVar[neutral_fields.Neutral] = {}
 
@@ -152,7 +158,26 @@ def _prompt(value: Any) -> Any:
 Label = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LABEL_CHARS)]
 MaybeLabel = Annotated[str, StringConstraints(max_length=MAX_LABEL_CHARS)]
 """Empty means absent, as clients write it that always send the field."""
-Content = Annotated[str, BeforeValidator(_content)]
+TokenId = Annotated[int, Field(json_schema_extra={"format": TOKEN_ID})]
+
+
+class TextPart(BaseModel):
+    """How the document tells of what `_content` reads."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=describe_body)
+
+    type: Literal["text", "input_text"]
+    text: str
+
+
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_BYTES)]
+_StopsInput = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_PromptText = Annotated[str, StringConstraints(min_length=1)]
+_PromptIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
+_OnePrompt = Field(min_length=1, max_length=1)
+_PromptsInput = Annotated[list[_PromptText], _OnePrompt] | Annotated[list[_PromptIds], _OnePrompt]
+
+Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -197,14 +222,15 @@ class CompletionFields(Fields):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_StopsInput)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)] = 1.0
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
     ] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -255,7 +281,10 @@ class ChatFields(CompletionFields):
 class TextFields(CompletionFields):
     NEUTRAL: ClassVar[neutral_fields.Neutral] = neutral_fields.TEXT
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[
+        str | list[int],
+        BeforeValidator(_prompt, json_schema_input_type=_PromptText | _PromptIds | _PromptsInput),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property

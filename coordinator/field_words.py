@@ -1,0 +1,64 @@
+"""What each field of a request body means, in one line: its unit, its default where the default is no value. Pure.
+
+By name, or by class and name where one name means two things; a class's own line stands under its name. Types,
+ranges, lengths and defaults are read from the declarations in `openai_schema` and never repeated here. A field
+without a line fails `tests/coordinator/test_openapi.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+WORDS: Final[dict[str, str]] = {
+    "ChatFields": "A conversation to go on with. min_tokens may not be more than the answer may have; top_logprobs "
+    "above 0 needs logprobs, stream_options needs stream.",
+    "TextFields": "A text to go on with. min_tokens may not be more than the answer may have; stream_options needs "
+    "stream.",
+    "ChatMessage": "One message. Role tool needs its tool_call_id.",
+    "StreamOptions": "What a stream carries beside its text.",
+    "TextPart": "A part of a message's content; parts are joined by line breaks.",
+    "type": "Which kind of part; both mean text.",
+    "text": "The text of the part.",
+    # Who and what
+    "model": "Name of a served model, as /v1/models lists it.",
+    "messages": "The conversation so far, oldest first; the model's chat template makes one prompt of it.",
+    "role": "Who speaks. developer is another word for system.",
+    "content": "The text of the message, as a string or as text parts.",
+    "name": "Name of the speaker, for templates that show it.",
+    "tool_call_id": "Which call a message of role tool answers.",
+    "prompt": "The text, as a string or as token ids; a list with one of either means the same.",
+    "user": "Whom requests are counted for in the sharing between tenants, where no keys are set. Empty: nobody.",
+    # How tokens are chosen
+    "temperature": "Divides the logits before sampling; 0 always takes the most likely token.",
+    "top_p": "Keeps the most likely tokens whose probabilities sum to this; 1 keeps all.",
+    "top_k": "Keeps this many of the most likely tokens; -1 and 0 keep all.",
+    "min_p": "Keeps tokens at least this fraction as likely as the most likely one; 0 keeps all.",
+    "seed": "The same request with the same seed gives the same answer. Absent: a seed of its own each time.",
+    "presence_penalty": "Taken from the logit of each token that the answer already has.",
+    "frequency_penalty": "Taken from a token's logit for each time that the answer already has it.",
+    "repetition_penalty": "Weakens the logits of tokens that prompt or answer already have; 1 leaves them.",
+    "logit_bias": "Token id, written as a string, to what is added to its logit.",
+    # How long, and when it ends
+    "max_tokens": "Most tokens of the answer; prompt and answer must fit the context.",
+    "ChatFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: what fits.",
+    "TextFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: 16, or what "
+    "fits.",
+    "max_completion_tokens": "The newer name of max_tokens; where both are given they must be equal.",
+    "min_tokens": "Tokens of the answer before which nothing ends it.",
+    "stop": "Strings that end the answer and are not part of it, each of at most 1,024 bytes of UTF-8.",
+    "stop_token_ids": "Token ids that end the answer.",
+    "ignore_eos": "Goes on after the model's own end tokens.",
+    # What comes back
+    "stream": "Sends the answer as it is made, as server-sent events that end in `data: [DONE]`.",
+    "stream_options": "Only with stream.",
+    "include_usage": "One more event at the end of the stream, with the counts of tokens.",
+    "ChatFields.logprobs": "Whether each token of the answer comes with its log-probability.",
+    "top_logprobs": "How many of the most likely tokens are listed beside each token; above 0 it needs logprobs.",
+    "TextFields.logprobs": "How many of the most likely tokens are listed, with their log-probabilities, beside each "
+    "token of the answer and its own. Absent: no log-probabilities.",
+    # How it is served
+    "priority": "Added to the tier's class: lower is served first.",
+    "service_tier": "Which tier serves the request, with that tier's time targets; auto and default are the default "
+    "tier.",
+    "cache_salt": "Prompts share cached prefixes only with prompts of the same salt.",
+}
