@@ -43,7 +43,7 @@ def test_text_survives_both_ways(tokenizer: Tokenizer, known_bytes: frozenset[by
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
-def test_ten_thousand_random_answers_never_raise(tokenizer: Tokenizer) -> None:
+def test_BR_081_ten_thousand_random_answers_never_raise(tokenizer: Tokenizer) -> None:
     chance = random.Random(0)
     partial = [id for id in range(49152) if b"\xf0" in tokenizer.token_bytes(id) or id < 600]
     for _ in range(10_000):

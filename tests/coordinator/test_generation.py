@@ -129,7 +129,7 @@ def test_a_slow_reader_gets_everything(served: Served, tokenizer: Tokenizer) -> 
     connection.close()
 
 
-def test_a_long_wait_is_kept_alive(served: Served) -> None:
+def test_BR_118_a_long_wait_is_kept_alive(served: Served) -> None:
     served.gateway.answers(WORD, WORD, first_s=0.7, gap_s=0.7)
     response = httpx.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
     assert response.text.startswith(": waiting\n\n")
@@ -162,7 +162,7 @@ def test_the_phase_of_an_abort_is_the_clusters(served: Served) -> None:
     eventually(lambda: metric(served, name) == before + 1)
 
 
-def test_a_body_that_is_too_large(served: Served) -> None:
+def test_BR_109_a_body_that_is_too_large(served: Served) -> None:
     data = b'{"model": "' + b"x" * (LIMITS.max_body_bytes + 1) + b'"}'
     response = httpx.post(served.url + "/v1/completions", content=data)
     assert response.status_code == 413
@@ -170,7 +170,7 @@ def test_a_body_that_is_too_large(served: Served) -> None:
     assert served.gateway.requests == []
 
 
-def test_a_body_that_is_too_large_and_does_not_say_so(served: Served) -> None:
+def test_BR_109_a_body_that_is_too_large_and_does_not_say_so(served: Served) -> None:
     def chunks() -> Any:
         for _ in range(40):
             yield b"x" * (LIMITS.max_body_bytes // 20)
@@ -191,7 +191,7 @@ def test_a_client_that_reads_only_when_it_has_sent_it_all_gets_its_answer(served
     connection.close()
 
 
-def test_a_length_that_is_announced_is_refused_before_the_body(served: Served) -> None:
+def test_BR_109_a_length_that_is_announced_is_refused_before_the_body(served: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", served.port))
     connection.settimeout(3)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
@@ -199,7 +199,7 @@ def test_a_length_that_is_announced_is_refused_before_the_body(served: Served) -
     connection.close()
 
 
-def test_a_body_of_one_byte_at_a_time(served: Served) -> None:
+def test_BR_109_a_body_of_one_byte_at_a_time(served: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", served.port))
     connection.settimeout(5)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")

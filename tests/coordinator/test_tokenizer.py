@@ -236,7 +236,7 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert text == " " + reference.decode(ids) == " hi é😀 hi"
 
 
-def test_exactly_one_bos(tmp_path: Path) -> None:
+def test_BR_090_exactly_one_bos(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like(tmp_path)
     assert tokenizer.encode_now("hi").count(1) == 1
     assert tokenizer.encode_now("<s>hi").count(1) == 1
