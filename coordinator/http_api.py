@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,7 @@ from starlette.responses import Response
 from common.errors import KvferryError, NoWorker
 from common.request import FrontId
 from common.version import VERSION
+from coordinator.docs_api import add_docs_routes
 from coordinator.errors_http import (
     MethodNotAllowed,
     ObjectNotFound,
@@ -34,6 +35,7 @@ from coordinator.gateway import Gateway
 from coordinator.generation import CHAT, TEXT, Generation, Kitchen, Limits, Surface
 from coordinator.http_body import Receive, Scope, Send
 from coordinator.metrics import Metrics
+from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
 from coordinator.tokenizer import Tokenizer
 
@@ -59,7 +61,7 @@ def create_app(
     `seed`: see `RequestBuilder`."""
     builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed)
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
-    # Derived from the routes, the schema would say nothing of bodies and answers: none is better than that one.
+    # FastAPI's own document is made from its routes, which know nothing of bodies and answers.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(KvferryError, _kvferry_error)
@@ -67,7 +69,25 @@ def create_app(
     _add_completion_routes(app, kitchen)
     _add_model_routes(app, gateway, tuple(served_models))
     _add_operator_routes(app, gateway)
+    add_docs_routes(
+        app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
+    )
     return FrontDoor(app, api_keys)
+
+
+def _facts(
+    kitchen: Kitchen, served_models: tuple[str, ...], tiers: tuple[str, ...], keyed: bool
+) -> Callable[[], Facts]:
+    """What the document of this server is made from: of now, because workers come and go."""
+    return lambda: Facts(
+        served_models=served_models,
+        tiers=tiers,
+        vocab_size=kitchen.tokenizer.vocab_size,
+        context=kitchen.gateway.max_model_len(),
+        max_body_bytes=kitchen.limits.max_body_bytes,
+        body_timeout_s=kitchen.limits.body_timeout_s,
+        keyed=keyed,
+    )
 
 
 def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:

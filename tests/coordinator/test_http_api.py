@@ -264,7 +264,7 @@ def test_a_bug_says_nothing_of_the_inside(served: Served, client: httpx.Client) 
 
 
 @pytest.mark.parametrize(
-    "path", ["/nope", "/v1/nope", "/v1/completions/", "/admin", "/", "/openapi.json", "/docs"]
+    "path", ["/nope", "/v1/nope", "/v1/completions/", "/admin", "/", "/redoc", "/docs/oauth2-redirect"]
 )
 def test_no_such_route(client: httpx.Client, path: str) -> None:
     response = client.get(path)

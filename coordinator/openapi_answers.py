@@ -1,0 +1,368 @@
+"""What each route answers, as the document declares it. Pure.
+
+Answers are written by `openapi_shapes` and by the registry and tracker, straight to JSON; nothing is built from these
+classes. `tests/coordinator/test_openapi.py` holds real answers against them: a key that is not here, or is missing
+there, fails. A field without a default is always there; one with a default may be left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.lifecycle import Phase
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Answer(BaseModel):
+    """Closed: nothing else is in it."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+
+
+# ---------------------------------------------------------------- what both kinds of completion have
+
+
+class PromptTokensDetails(Answer):
+    """Of the prompt's tokens."""
+
+    cached_tokens: Count
+    """Tokens whose KV was found in a prefix cache."""
+
+
+class Usage(Answer):
+    """Counts of tokens."""
+
+    prompt_tokens: Count
+    """Tokens of the prompt, the template's included."""
+    completion_tokens: Count
+    """Tokens of the answer, the one that ended it included."""
+    total_tokens: Count
+    """Both together."""
+    prompt_tokens_details: PromptTokensDetails
+
+
+Finish = Literal["stop", "length"]
+Index = Annotated[int, Field(ge=0)]
+
+
+class Completion(Answer):
+    """What an answer and a chunk of a stream begin with."""
+
+    id: str
+    """Our id of the request, the one that /admin/requests/{request_id} takes."""
+    created: Count
+    """When the answer began, in seconds since 1970."""
+    model: str
+    """The model as the request named it."""
+
+
+# ---------------------------------------------------------------- chat
+
+
+class TokenEntry(Answer):
+    """A token and its log-probability."""
+
+    token: str
+    """Its text; bytes that are no whole character as \\xNN."""
+    logprob: float
+    """Natural logarithm of its probability; -9999 for none."""
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+    """Its bytes in UTF-8."""
+
+
+class ScoredEntry(TokenEntry):
+    """A token of the answer."""
+
+    top_logprobs: list[TokenEntry]
+    """The most likely tokens in its place, as many as were asked for."""
+
+
+class ChatLogprobs(Answer):
+    """Log-probabilities of the answer's tokens."""
+
+    content: list[ScoredEntry]
+    """One for each token with text."""
+    refusal: None
+    """Always null."""
+
+
+class AssistantMessage(Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    """Always assistant."""
+    content: str
+    """The text of the answer."""
+    refusal: None
+    """Always null."""
+
+
+class ChatChoice(Answer):
+    """One answer."""
+
+    index: Index
+    """Its place among the choices."""
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    """Null where none were asked for."""
+    finish_reason: Finish
+    """stop: it ended by itself or at a stop; length: max_tokens were reached."""
+
+
+class ChatAnswer(Completion):
+    """A whole answer to a chat."""
+
+    object: Literal["chat.completion"]
+    """What this is."""
+    choices: list[ChatChoice]
+    """The answers."""
+    usage: Usage
+
+
+class ChatDelta(Answer):
+    """What is new in the message; empty in the last chunk."""
+
+    role: Literal["assistant"] = "assistant"
+    """In the first chunk only."""
+    content: str = ""
+    """Text that follows on the chunks before."""
+
+
+class ChatChunkChoice(Answer):
+    """What is new in one answer."""
+
+    index: Index
+    """Which answer."""
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    """Of the tokens whose text this chunk completes; null where none were asked for."""
+    finish_reason: Finish | None
+    """Null but in the last chunk."""
+
+
+class ChatChunk(Completion):
+    """One event of a streamed answer to a chat."""
+
+    object: Literal["chat.completion.chunk"]
+    """What this is."""
+    choices: list[ChatChunkChoice]
+    """One; none in the event that has the usage."""
+    usage: Usage | None = None
+    """Only where stream_options asked for it: null, and the counts in one event after the last chunk."""
+
+
+# ---------------------------------------------------------------- text
+
+
+class TextLogprobs(Answer):
+    """Log-probabilities of the tokens; lists of one length, an entry for each token with text."""
+
+    tokens: list[str]
+    """Their texts; bytes that are no whole character as bytes:\\xNN."""
+    token_logprobs: list[float]
+    """Natural logarithms of their probabilities."""
+    top_logprobs: list[dict[str, float]]
+    """The most likely tokens in each one's place, and the token itself."""
+    text_offset: list[Count]
+    """Where in the text each begins, in characters."""
+
+
+class TextChoice(Answer):
+    """One answer."""
+
+    index: Index
+    """Its place among the choices."""
+    text: str
+    """The text of the answer."""
+    logprobs: TextLogprobs | None
+    """Null where none were asked for."""
+    finish_reason: Finish
+    """stop: it ended by itself or at a stop; length: max_tokens were reached."""
+
+
+class TextAnswer(Completion):
+    """A whole answer to a text."""
+
+    object: Literal["text_completion"]
+    """What this is."""
+    choices: list[TextChoice]
+    """The answers."""
+    usage: Usage
+
+
+class TextChunkChoice(TextChoice):
+    """What is new in one answer."""
+
+    finish_reason: Finish | None  # type: ignore[assignment]
+    """Null but in the last chunk."""
+
+
+class TextChunk(Completion):
+    """One event of a streamed answer to a text."""
+
+    object: Literal["text_completion"]
+    """What this is."""
+    choices: list[TextChunkChoice]
+    """One; none in the event that has the usage."""
+    usage: Usage | None = None
+    """Only where stream_options asked for it: null, and the counts in one event after the last chunk."""
+
+
+# ---------------------------------------------------------------- models and operators
+
+
+class Model(Answer):
+    """A served model."""
+
+    id: str
+    """Its name, for the field model."""
+    object: Literal["model"]
+    """What this is."""
+    created: Count
+    """When this server began to serve it, in seconds since 1970."""
+    owned_by: Literal["kvferry"]
+    """Always kvferry."""
+    max_model_len: Count | None
+    """Tokens of prompt and answer together; null while no worker is there."""
+
+
+class Models(Answer):
+    """All served models."""
+
+    object: Literal["list"]
+    """What this is."""
+    data: list[Model]
+    """The models."""
+
+
+class Health(Answer):
+    """A request could be served now."""
+
+    status: Literal["ok"]
+    """Always ok: what is not is a 503 with the reason."""
+
+
+class Version(Answer):
+    """Which kvferry this is."""
+
+    version: str
+    """Of the server."""
+
+
+class WorkerRow(Answer):
+    """One worker."""
+
+    id: str
+    """Its name."""
+    role: Literal["prefill", "decode"]
+    """Which half of the work it does."""
+    pid: int
+    """Its process on its host."""
+    host: str
+    """The name of its machine."""
+    address: str
+    """Where other workers reach it."""
+    state: Literal["starting", "ready", "draining", "lost"]
+    """Only a ready one gets requests."""
+    running: Count
+    """Requests in its batch."""
+    waiting: Count
+    """Requests that wait there for room."""
+    blocks_total: Count
+    """Blocks of its KV pool."""
+    blocks_free: Count
+    """Blocks that hold nothing."""
+    blocks_held: Count
+    """Blocks that requests hold."""
+    blocks_cached: Count
+    """Blocks that only the prefix cache keeps."""
+    block_size: Count
+    """Tokens in one block."""
+    block_bytes: Count
+    """Bytes of one block."""
+    step_ms: Seconds
+    """Milliseconds that its last steps took."""
+    threads: Count
+    """Threads that it computes with."""
+    device: str
+    """What it computes on."""
+    incarnation: int
+    """Which life of the worker this is: rises with every start."""
+
+
+class WorkerPart(Answer):
+    """What one worker did for a request in one attempt."""
+
+    worker: str
+    """Its name."""
+    attempt: int
+    """In which attempt."""
+    outcome: str
+    """How its part ended."""
+    reason: str
+    """Why, where it was cut short."""
+    seconds: dict[Phase, Seconds]
+    """How long the request was in each phase there."""
+    cached_tokens: Count
+    """Prompt tokens found in its prefix cache."""
+    blocks: Count
+    """Blocks that it held."""
+    transferred_bytes: Count
+    """Bytes that it sent to another worker."""
+
+
+class Timeline(Answer):
+    """A request's way through the cluster."""
+
+    id: str
+    """Its id."""
+    phase: Phase
+    """Where it is, or how it ended."""
+    attempts: Count
+    """How often it was given to workers."""
+    prompt_tokens: Count
+    """Tokens of the prompt."""
+    output_tokens: Count
+    """Tokens of the answer so far."""
+    prefill_worker: str | None
+    """Who made its KV."""
+    decode_worker: str | None
+    """Who makes its answer."""
+    coordinator_seconds: dict[Phase, Seconds]
+    """How long it was in each phase, as the coordinator saw it."""
+    workers: list[WorkerPart]
+    """What each worker did."""
+    blocks: Count
+    """Blocks that it held where it held most."""
+    transferred_bytes: Count
+    """Bytes of KV that went between workers."""
+    cached_tokens: Count
+    """Prompt tokens found in a prefix cache."""
+    last_fault: str
+    """Why its last attempt failed, if one did."""
+
+
+# ---------------------------------------------------------------- errors
+
+
+class ErrorDetail(Answer):
+    """What is wrong, in OpenAI's shape."""
+
+    message: str
+    """What is wrong and what to do, for a person; at most 1,001 characters, and never what was sent."""
+    type: str
+    """The kind of error."""
+    param: str | None
+    """The field that is wrong, as a path: messages[0].content. Null where it is no field."""
+    code: str
+    """The error in one word, for a program."""
+
+
+class ErrorAnswer(Answer):
+    """Every answer with a status of 400 and more, and the last event of a stream that failed."""
+
+    error: ErrorDetail
