@@ -92,6 +92,7 @@ class Answer:
     """What a client got."""
 
     submitted: float
+    group: tuple[RequestId, ...]
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
@@ -233,18 +234,26 @@ class VirtualCluster:
     # ------------------------------------------------------------ what a user of this does
 
     def submit(self, request: Request, deadline_s: float | None = None) -> Answer:
-        answer = self.answers[request.request_id] = Answer(self.now)
-        self.front.open(request.request_id)
-        self._coordinator(self.cluster.submit(Submit(request, deadline_s), self.now))
-        return answer
+        return self.submit_group([request], deadline_s)[0]
 
-    def leave(self, request_id: RequestId) -> None:
-        """The client goes away."""
-        answer = self.answers[request_id]
-        if answer.end is None:
-            answer.end = "left"
-            self.front.close(request_id)
-            self._coordinator(self.cluster.from_front(CancelRequest(request_id, "client left"), self.now))
+    def submit_group(self, requests: Sequence[Request], deadline_s: float | None = None) -> list[Answer]:
+        """What one client asks for at once: an answer for each, and if one fails the others are cancelled."""
+        group = tuple(request.request_id for request in requests)
+        answers = [Answer(self.now, group) for _ in requests]
+        for request_id, answer in zip(group, answers, strict=True):
+            self.answers[request_id] = answer
+            self.front.open(request_id)
+        self._coordinator(self.cluster.submit(Submit(tuple(requests), deadline_s), self.now))
+        return answers
+
+    def leave(self, request_id: RequestId, end: str = "left") -> None:
+        """The client goes away, and with it all that it asked for."""
+        for other in self.answers[request_id].group:
+            answer = self.answers[other]
+            if answer.end is None:
+                answer.end = end
+                self.front.close(other)
+                self._coordinator(self.cluster.from_front(CancelRequest(other, "client left"), self.now))
 
     def kill(self, name: str) -> None:
         self.workers[WorkerId(name)].alive = False
@@ -335,10 +344,15 @@ class VirtualCluster:
 
     def _at_client(self, message: Message) -> None:
         """The coordinator's word to the front: same process, nothing is lost."""
-        if isinstance(message, (Rejected, RequestEnded)):
+        if isinstance(message, Rejected):
+            for request_id in self.answers[message.id].group:
+                self.front.close(request_id)
+                self.answers[request_id].end = message.error
+        elif isinstance(message, RequestEnded):
             self.front.close(message.id)
             answer = self.answers[message.id]
             answer.end = answer.end or message.error
+            self.leave(message.id, message.error)
         else:
             assert isinstance(message, Admitted)
 

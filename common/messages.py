@@ -343,7 +343,10 @@ class Tokens(Message):
 
 @dataclass(frozen=True, slots=True)
 class Submit(Message):
-    request: Request
+    """A group: what one HTTP request asks for, mostly one request, taken in whole or not at all. `Admitted` and
+    `Rejected` answer for all of it by the first id."""
+
+    requests: Annotated[tuple[Request, ...], Field(min_length=1)]
     deadline_s: Seconds | None = None
 
 
@@ -358,6 +361,7 @@ class Rejected(Message):
     error: str  # class name in common.errors
     reason: str
     retry_after_s: Seconds = 0.0
+    code: str = ""  # where the error's own does not say enough
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,8 @@ class SamplingParams:
 class Request:
     """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`).
 
-    `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`), or empty.
+    `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`); its own id where
+    others share this one's; empty where nobody shares.
     """
 
     request_id: RequestId
@@ -111,6 +112,11 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt_ids) // 4
+
+    @property
+    def follows(self) -> bool:
+        """Another request of the same prompt goes first, and this one finds its KV."""
+        return self.leader not in ("", self.request_id)
 
     @property
     def max_total_tokens(self) -> int:

@@ -18,6 +18,7 @@ that bring no token (MAX_FRUITLESS).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from common.counters import Counters
@@ -89,33 +90,39 @@ class Cluster:
     # ------------------------------------------------------------ from the front
 
     def submit(self, message: Submit, now: float) -> list[Effect]:
-        """Admits a request into the queue or rejects it at once."""
-        request = message.request
-        rejection = self._rejection(request)
+        """Admits a group of requests into the queue or rejects it at once, whole."""
+        main = message.requests[0]
+        rejection = self._rejection(message.requests)
         if rejection is not None:
             self.counters.add("requests_rejected_total", reason=rejection.error)
-            return [ToFront(request.front, rejection)]
+            return [ToFront(main.front, rejection)]
         deadline = None if message.deadline_s is None else now + message.deadline_s
-        assert self.tracker.get(request.request_id) is None, "request ids are minted once"
-        tracked = self.tracker.new(request, deadline, now)
-        self._dispatcher.enqueue(tracked, now)
-        return [ToFront(request.front, Admitted(request.request_id)), *self._dispatcher.give_out(now)]
+        for request in message.requests:
+            assert self.tracker.get(request.request_id) is None, "request ids are minted once"
+            self._dispatcher.enqueue(self.tracker.new(request, deadline, now), now)
+        return [ToFront(main.front, Admitted(main.request_id)), *self._dispatcher.give_out(now)]
 
-    def _rejection(self, request: Request) -> Rejected | None:
-        def no(error: str, reason: str, retry_after_s: float = 0.0) -> Rejected:
-            return Rejected(request.request_id, error, reason, retry_after_s)
+    def _rejection(self, requests: Sequence[Request]) -> Rejected | None:
+        def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
+            return Rejected(requests[0].request_id, error, reason, retry_after_s, code)
 
         if self.draining:
             return no("NoWorker", "the service is shutting down")
-        if request.prompt_tokens == 0:
+        if any(request.prompt_tokens == 0 for request in requests):
             return no("BadRequest", "the prompt is empty")
         limit = self.registry.max_model_len()
         if limit is None or not self.registry.usable("decode"):
             return no("NoWorker", "no decode worker is ready")
-        if request.max_total_tokens > limit:
-            asked = f"{request.prompt_tokens} prompt tokens and {request.sampling.max_tokens} output tokens"
-            return no("BadRequest", f"{asked} do not fit the limit of {limit} tokens")
-        full = self.queue.full_for(request.prompt_tokens)
+        longest = max(requests, key=lambda request: request.max_total_tokens)
+        if longest.max_total_tokens > limit:
+            asked = f"{longest.prompt_tokens} prompt tokens and {longest.sampling.max_tokens} output tokens"
+            why = f"{asked} do not fit the limit of {limit} tokens"
+            return no("BadRequest", why, code="context_length_exceeded")
+        tokens = sum(request.prompt_tokens for request in requests)
+        never = self.queue.never_fits(len(requests), tokens)
+        if never is not None:
+            return no("BadRequest", never, code="too_many_choices")
+        full = self.queue.full_for(len(requests), tokens)
         return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
 
     def from_front(self, message: Message, now: float) -> list[Effect]:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -20,7 +21,6 @@ import zmq.asyncio
 from common.effects import Effect, ToFront, ToWorker
 from common.errors import (
     HTTP_ERRORS,
-    BadRequest,
     CannotBind,
     DeadlinePassed,
     KvferryError,
@@ -70,8 +70,10 @@ class ControlPlane:
         self._collocated = collocated
         self._request_timeout_s = request_timeout_s
         self._me = Sender("coordinator", Incarnation(time.time_ns() // 1000))
-        self._streams: dict[RequestId, MailboxStream] = {}
-        self._limits: dict[RequestId, asyncio.TimerHandle] = {}
+        self._streams: dict[
+            RequestId, tuple[MailboxStream, int]
+        ] = {}  # of each live request, and which choice
+        self._limits: dict[MailboxStream, asyncio.TimerHandle] = {}
         self._context = zmq.asyncio.Context()
         self._control = make_socket(self._context, zmq.ROUTER, MAX_MESSAGE_BYTES)
         self._control.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -110,8 +112,8 @@ class ControlPlane:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             log.warning("%d requests did not finish in %g s", len(self._streams), timeout_s)
-        for request_id in list(self._streams):
-            self._give_up(request_id, NoWorker("The service is shutting down.", code=SHUTTING_DOWN))
+        for stream in list(self._limits):
+            self._give_up(stream, NoWorker("The service is shutting down.", code=SHUTTING_DOWN))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -128,25 +130,28 @@ class ControlPlane:
     def mint_id(self, prefix: str) -> RequestId:
         return RequestId(f"{prefix}-{uuid.uuid4().hex}")
 
-    async def submit(self, request: Request, deadline_s: float | None = None) -> MailboxStream:
-        request_id = request.request_id
-        stream = MailboxStream(
-            request_id,
-            on_stop=lambda: self._leave(StopRequest(request_id), request_id),
-            on_cancel=lambda reason: self._leave(CancelRequest(request_id, reason), request_id),
-        )
-        self._front.open(request_id)
-        self._streams[request_id] = stream
-        self._idle.clear()
-        self._limits[request_id] = asyncio.get_running_loop().call_later(
-            self._request_timeout_s, self._give_up, request_id, self._over_time()
-        )
-        effects = self._cluster.submit(Submit(request, deadline_s), time.monotonic())
+    async def submit(self, requests: Sequence[Request], deadline_s: float | None = None) -> MailboxStream:
+        effects = self._cluster.submit(Submit(tuple(requests), deadline_s), time.monotonic())
         for effect in effects:
             if isinstance(effect, ToFront) and isinstance(effect.message, Rejected):
-                self._forget(request_id)
                 raise _rejection(effect.message, draining=self._cluster.draining)
+        stream = self._open([request.request_id for request in requests])
         self._carry_out(effects)
+        return stream
+
+    def _open(self, request_ids: Sequence[RequestId]) -> MailboxStream:
+        stream = MailboxStream(
+            request_ids,
+            on_stop=lambda request_id: self._leave(StopRequest(request_id), request_id),
+            on_cancel=lambda request_id, reason: self._leave(CancelRequest(request_id, reason), request_id),
+        )
+        for choice, request_id in enumerate(request_ids):
+            self._front.open(request_id)
+            self._streams[request_id] = (stream, choice)
+        self._idle.clear()
+        self._limits[stream] = asyncio.get_running_loop().call_later(
+            self._request_timeout_s, self._give_up, stream, self._over_time()
+        )
         return stream
 
     def max_model_len(self) -> int | None:
@@ -195,18 +200,21 @@ class ControlPlane:
         took = f"it took over {self._request_timeout_s:g} s"
         return RequestFailed(f"The request was ended: {took}.", code=CODES[DeadlinePassed])
 
-    def _give_up(self, request_id: RequestId, error: KvferryError) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.fail(error)
-            self._leave(CancelRequest(request_id, error.message), request_id)
+    def _give_up(self, stream: MailboxStream, error: KvferryError) -> None:
+        """One choice that failed fails its whole group: what a client asked for is not to be had any more."""
+        stream.fail(error)
+        stream.cancel(error.message)
 
     def _forget(self, request_id: RequestId) -> None:
         self._front.close(request_id)
-        self._streams.pop(request_id, None)
-        limit = self._limits.pop(request_id, None)
-        if limit is not None:
-            limit.cancel()
+        stream, choice = self._streams.pop(request_id, (None, 0))
+        if stream is None:
+            return
+        stream.ended(choice)
+        if stream.over:
+            limit = self._limits.pop(stream, None)
+            if limit is not None:
+                limit.cancel()
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -270,9 +278,9 @@ class ControlPlane:
         now = time.monotonic()
         deltas, heard = self._front.accept(tokens, sender.name, sender.incarnation, now)
         for delta in deltas:
-            stream = self._streams.get(delta.id)
+            stream, choice = self._streams.get(delta.id, (None, 0))
             if stream is not None:
-                stream.put(delta)
+                stream.put(choice, delta)
             if delta.finish is not None:
                 self._forget(delta.id)
         self._tell_cluster(heard, now)
@@ -304,11 +312,11 @@ class ControlPlane:
             send(self._control, [route], message, self._me, self._cluster.counters)
 
     def _ended(self, message: RequestEnded) -> None:
-        stream = self._streams.get(message.id)
+        stream, _ = self._streams.get(message.id, (None, 0))
+        self._forget(message.id)
         if stream is not None:
             error = HTTP_ERRORS.get(message.error, RequestFailed)
-            stream.fail(error(f"The request failed: {message.reason}.", code=CODES[error]))
-        self._forget(message.id)
+            self._give_up(stream, error(f"The request failed: {message.reason}.", code=CODES[error]))
 
     # ------------------------------------------------------------ the clock
 
@@ -334,11 +342,9 @@ def _rejection(message: Rejected, *, draining: bool) -> KvferryError:
     if message.error == "NotAdmitted":
         return NotAdmitted(reason, retry_after_s=message.retry_after_s)
     error = HTTP_ERRORS.get(message.error, RequestFailed)
-    code = CODES[error]
+    code = message.code or CODES[error]
     if error is NoWorker and draining:
         code = SHUTTING_DOWN
-    elif error is BadRequest:  # the front has sent every other kind of it away before
-        code = "context_length_exceeded"
     return error(reason, code=code)
 
 

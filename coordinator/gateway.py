@@ -6,6 +6,7 @@ nothing else. More fronts later is a matter of implementing this over a wire.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,27 +33,30 @@ class TokenDelta:
 
 
 class TokenStream(Protocol):
-    """The answer to one submitted request."""
+    """The answers to one group of requests, as they come: each delta says by `choice` whose it is."""
 
     request_id: RequestId
+    """Of the first of the group."""
 
     async def next(self) -> TokenDelta:
-        """Waits for the next delta. Raises RequestFailed (or another KvferryError) when the request failed for
-        good; never waits without a limit. Not to be called after a delta with `finish`."""
+        """Waits for the next delta of any choice. Raises RequestFailed (or another KvferryError) when one of them
+        failed for good, which ends them all; never waits without a limit. Not to be called when every choice has
+        had a delta with `finish` or was stopped."""
 
-    def stop(self) -> None:
-        """A stop string was found: the answer is complete, what comes later is thrown away. Idempotent."""
+    def stop(self, choice: int) -> None:
+        """A stop string was found: this answer is complete, what comes later is thrown away. Idempotent."""
 
     def cancel(self, reason: str) -> None:
-        """The client left or the front gives up. Idempotent, does nothing after the end."""
+        """The client left or the front gives up: ends every choice. Idempotent, does nothing after the end."""
 
 
 class Gateway(Protocol):
     def mint_id(self, prefix: str) -> RequestId:
         """A new id, unique for ever: `chatcmpl-…` or `cmpl-…`."""
 
-    async def submit(self, request: Request, deadline_s: float | None = None) -> TokenStream:
-        """Raises NotAdmitted (429, with retry_after_s), NoWorker (503), BadRequest (400: can never fit)."""
+    async def submit(self, requests: Sequence[Request], deadline_s: float | None = None) -> TokenStream:
+        """All of a group or none. Raises NotAdmitted (429, with retry_after_s), NoWorker (503), BadRequest (400: can
+        never fit)."""
 
     def max_model_len(self) -> int | None:
         """Longest prompt + answer that any pair of workers could hold; None while no worker is registered."""

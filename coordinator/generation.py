@@ -37,7 +37,7 @@ from coordinator.openai_shapes import (
     chat_response,
     text_response,
     usage,
-    whole_of,
+    whole_choice,
 )
 from coordinator.request_builder import Job, RequestBuilder
 from coordinator.response_writer import ResponseWriter
@@ -92,7 +92,7 @@ class Generation:
         self._leaving = "the server is stopping"
         self._job: Job | None = None
         self._meter: RequestMeter | None = None
-        self._answer: Answer | None = None
+        self._answers: list[Answer] = []  # one for each choice
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = ResponseWriter(send)
@@ -164,8 +164,9 @@ class Generation:
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
         job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
-        self._answer = Answer(kitchen.tokenizer.text_bytes, job.request.sampling, job.stops)
-        stream = await kitchen.gateway.submit(job.request)
+        text_bytes = kitchen.tokenizer.text_bytes
+        self._answers = [Answer(text_bytes, request.sampling, job.stops) for request in job.requests]
+        stream = await kitchen.gateway.submit(job.requests)
         self._phase = Phase.PREFILLING
         self._meter = kitchen.metrics.meter(job.request.tier, self._arrival.started_s)
         try:
@@ -177,59 +178,74 @@ class Generation:
             stream.cancel("the front failed")
             raise
 
-    async def _next(self, stream: TokenStream, job: Job) -> list[Piece]:
-        assert self._answer is not None and self._meter is not None
-        answer, meter = self._answer, self._meter
+    async def _next(self, stream: TokenStream, job: Job) -> tuple[int, list[Piece]]:
+        """What one choice says next."""
+        assert self._meter is not None
         delta = await stream.next()
+        answer = self._answers[delta.choice]
         before = answer.completion_tokens
         pieces = answer.push(delta)
-        meter.tokens_accepted(answer.completion_tokens - before, job.request.prompt_tokens)
+        self._meter.tokens_accepted(answer.completion_tokens - before, job.prompt_tokens, delta.choice)
         if delta.ids:
             self._phase = Phase.DECODING
         if answer.finish is not None and delta.finish is None:
-            stream.stop()
-        return pieces
+            stream.stop(delta.choice)
+        return delta.choice, pieces
 
     async def _stream(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
-        assert self._answer is not None and self._meter is not None
-        answer, meter = self._answer, self._meter
+        assert self._meter is not None
+        answers, meter = self._answers, self._meter
         shape = self._surface.chunks(
             self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage
         )
-        data = shape.begin()
-        while answer.finish is None:
-            pieces = await self._next(stream, job)
-            data += b"".join([shape.piece(piece) for piece in pieces])
-            if answer.finish is not None:
-                break
-            if data:
+        data = b"".join([shape.begin(choice) for choice in range(len(answers))])
+        unfinished = len(answers)
+        while unfinished:
+            choice, pieces = await self._next(stream, job)
+            data += b"".join([shape.piece(choice, piece) for piece in pieces])
+            unfinished -= answers[choice].finish is not None
+            if not unfinished:
+                if job.include_usage:
+                    data += shape.usage(self._usage(job))
+                await out.events(data + DONE, more=False)
+            elif data:
                 await out.events(data)
                 data = b""
-            if pieces:
-                meter.token_out(time.monotonic())
-        if job.include_usage:
-            data += shape.usage(usage(job.request.prompt_tokens, answer))
-        await out.events(data + DONE, more=False)
-        if answer.completion_tokens:
-            meter.token_out(time.monotonic())
-        self._end(answer.finish, 200)
+            if pieces and answers[choice].completion_tokens:
+                meter.token_out(time.monotonic(), choice)
+        self._finished()
 
     async def _whole(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
-        assert self._answer is not None and self._meter is not None
-        answer = self._answer
-        pieces: list[Piece] = []
-        while answer.finish is None:
-            before = self._meter.num_tokens
-            pieces += await self._next(stream, job)
-            if self._meter.num_tokens > before:
-                self._meter.token_out(time.monotonic())
-        scored = job.request.sampling.logprobs is not None
-        whole = whole_of(self._heading(job), pieces, answer, job.request.prompt_tokens, scored)
+        assert self._meter is not None
+        answers, meter = self._answers, self._meter
+        pieces: list[list[Piece]] = [[] for _ in answers]
+        unfinished = len(answers)
+        while unfinished:
+            before = meter.num_tokens
+            choice, new = await self._next(stream, job)
+            pieces[choice] += new
+            unfinished -= answers[choice].finish is not None
+            if meter.num_tokens > before:
+                meter.token_out(time.monotonic(), choice)
+        choices = [
+            whole_choice(of, str(answer.finish), request.sampling.logprobs is not None)
+            for of, answer, request in zip(pieces, answers, job.requests, strict=True)
+        ]
+        whole = Whole(self._heading(job), choices, self._usage(job))
         await out.whole(self._surface.respond(whole, self._kitchen.tokenizer.token_bytes))
-        self._end(answer.finish, 200)
+        self._finished()
 
     def _heading(self, job: Job) -> Heading:
         return Heading(job.request.request_id, job.model, int(time.time()))
+
+    def _usage(self, job: Job) -> dict[str, Any]:
+        """What followers find of their leader's KV was computed here for this request: only a leader's hits were
+        cached before it."""
+        cached = sum(self._answers[choice].cached_tokens for choice in job.leaders)
+        return usage(job.prompt_tokens, self._completion_tokens(), cached)
+
+    def _completion_tokens(self) -> int:
+        return sum(answer.completion_tokens for answer in self._answers)
 
     # ------------------------------------------------------------ how it ended
 
@@ -248,6 +264,10 @@ class Generation:
         self._kitchen.metrics.aborted.labels(self._phase_now()).inc()
         self._end("abort", 499)
 
+    def _finished(self) -> None:
+        """One request has one reason in the log and the metrics, however many choices: the first one's."""
+        self._end(str(self._answers[0].finish), 200)
+
     def _end(self, reason: str, status: int, code: str = "-") -> None:
         now_s = time.monotonic()
         if self._meter is not None:
@@ -256,7 +276,7 @@ class Generation:
 
     def _log(self, reason: str, status: int, code: str, now_s: float) -> None:
         """One line for each request, without a word of what was asked or answered."""
-        meter, job, answer, arrival = self._meter, self._job, self._answer, self._arrival
+        meter, job, arrival = self._meter, self._job, self._arrival
         first_s = meter.first_token_s if meter is not None else None
         log.info(
             "%s %s %d %s code=%s client_id=%r tier=%s prompt_tokens=%d completion_tokens=%d ttft_ms=%s "
@@ -268,8 +288,8 @@ class Generation:
             code,
             arrival.client_id,
             job.request.tier if job else "-",
-            job.request.prompt_tokens if job else 0,
-            answer.completion_tokens if answer else 0,
+            job.prompt_tokens if job else 0,
+            self._completion_tokens(),
             "-" if first_s is None else f"{(first_s - arrival.started_s) * 1e3:.0f}",
             (now_s - arrival.started_s) * 1e3,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -149,8 +150,20 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+@dataclass(slots=True)
+class _Pace:
+    """When the tokens of one choice went out."""
+
+    first_s: float
+    last_s: float
+    gaps: int = 0
+
+
 class RequestMeter:
-    """Times and counts of one request. `now_s` is monotonic, like `started_s` (when the request's head came)."""
+    """Times and counts of one request. `now_s` is monotonic, like `started_s` (when the request's head came).
+
+    The first token of any choice is the request's first; gaps are between tokens of the same choice.
+    """
 
     def __init__(self, metrics: Metrics, tier: str, started_s: float) -> None:
         self._metrics = metrics
@@ -158,33 +171,37 @@ class RequestMeter:
         self._itl = metrics.itl.labels(tier)
         self._generation_tokens = metrics.generation_tokens.labels(tier)
         self._started_s = started_s
-        self._second_token = False
+        self._paces: dict[int, _Pace] = {}
+        self._tokens_by_choice: dict[int, int] = {}
         self._ended = False
-        self._last_s = 0.0
         self.first_token_s: float | None = None
         self.num_tokens = 0
 
-    def tokens_accepted(self, count: int, prompt_tokens: int) -> None:
-        """New output tokens arrived."""
+    def tokens_accepted(self, count: int, prompt_tokens: int, choice: int = 0) -> None:
+        """New output tokens arrived. `prompt_tokens` are the request's, counted with its first token."""
         if count <= 0:
             return
         if not self.num_tokens:
             self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         self.num_tokens += count
+        self._tokens_by_choice[choice] = self._tokens_by_choice.get(choice, 0) + count
         self._generation_tokens.inc(count)
 
-    def token_out(self, now_s: float) -> None:
+    def token_out(self, now_s: float, choice: int = 0) -> None:
         """A token's text was written, or arrived where the answer is sent whole."""
         if self.first_token_s is None:
             self.first_token_s = now_s
             self._metrics.observe(self._metrics.ttft, self._tier, now_s - self._started_s)
-        else:
-            gap_s = max(0.0, now_s - self._last_s)
-            self._itl.observe(gap_s)
-            if not self._second_token:
-                self._second_token = True
-                self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
-        self._last_s = now_s
+        pace = self._paces.get(choice)
+        if pace is None:
+            self._paces[choice] = _Pace(now_s, now_s)
+            return
+        gap_s = max(0.0, now_s - pace.last_s)
+        self._itl.observe(gap_s)
+        if not pace.gaps:
+            self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
+        pace.gaps += 1
+        pace.last_s = now_s
 
     def end(self, reason: str, now_s: float) -> None:
         """`reason` is stop, length, abort or error. Counts once."""
@@ -193,6 +210,7 @@ class RequestMeter:
         self._ended = True
         self._metrics.success.labels(reason).inc()
         self._metrics.observe(self._metrics.e2e, self._tier, now_s - self._started_s)
-        if self.first_token_s is not None and self.num_tokens > 1:
-            mean_s = (self._last_s - self.first_token_s) / (self.num_tokens - 1)
-            self._metrics.observe(self._metrics.tpot, self._tier, mean_s)
+        later_tokens = sum(count - 1 for count in self._tokens_by_choice.values())
+        if self._paces and later_tokens:
+            spent_s = sum(pace.last_s - pace.first_s for pace in self._paces.values())
+            self._metrics.observe(self._metrics.tpot, self._tier, spent_s / later_tokens)

@@ -9,11 +9,11 @@ in chat (whose `bytes` field has them as numbers) and `bytes:\\xf0\\x9f` in text
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.answer import Answer, Piece, ScoredToken
+from coordinator.answer import Piece, ScoredToken
 
 TokenBytes = Callable[[int], bytes]
 
@@ -31,12 +31,12 @@ class Heading:
     created_s: int
 
 
-def usage(prompt_tokens: int, answer: Answer) -> dict[str, Any]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": prompt_tokens + answer.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -45,7 +45,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class ChunkShape:
-    """Chunks of one stream: `begin` once, `piece` for each, `usage` if it was asked for, then DONE."""
+    """Chunks of one stream: `begin` for each choice, `piece` for each piece, `usage` if it was asked for, then DONE."""
 
     object = ""
 
@@ -53,17 +53,23 @@ class ChunkShape:
         self._token_bytes = token_bytes
         self._heading = heading
         self._usage_key: dict[str, Any] = {"usage": None} if include_usage else {}
-        mark = "\x00"
-        before, after = self._chunk(self._choice(mark, None, None)).split(_dumps(mark).encode())
-        self._before, self._after = before, after
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
 
-    def begin(self) -> bytes:
+    def begin(self, choice: int) -> bytes:
         return b""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Piece) -> bytes:
         if piece.text and not piece.tokens:
-            return self._before + _dumps(piece.text).encode() + self._after
-        return self._chunk(self._choice(piece.text, self._logprobs(piece.tokens), piece.finish))
+            before, after = self._around_text.get(choice) or self._prepare(choice)
+            return before + _dumps(piece.text).encode() + after
+        return self._chunk(self._choice(choice, piece.text, self._logprobs(piece.tokens), piece.finish))
+
+    def _prepare(self, choice: int) -> tuple[bytes, bytes]:
+        """What every chunk of text of this choice has before and after the text."""
+        mark = "\x00"
+        before, after = self._chunk(self._choice(choice, mark, None, None)).split(_dumps(mark).encode())
+        self._around_text[choice] = before, after
+        return before, after
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return event({**self._head(), "choices": [], "usage": usage})
@@ -80,7 +86,7 @@ class ChunkShape:
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return event({**self._head(), "choices": [choice], **self._usage_key})
 
-    def _choice(self, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
         raise NotImplementedError
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
@@ -90,13 +96,13 @@ class ChunkShape:
 class ChatChunks(ChunkShape):
     object = "chat.completion.chunk"
 
-    def begin(self) -> bytes:
+    def begin(self, choice: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        return self._chunk({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+        return self._chunk({"index": choice, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def _choice(self, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
-        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         return chat_logprobs(tokens, self._token_bytes) if tokens else None
@@ -105,57 +111,63 @@ class ChatChunks(ChunkShape):
 class TextChunks(ChunkShape):
     object = "text_completion"
 
-    def _choice(self, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         return text_logprobs(tokens, self._token_bytes) if tokens else None
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A whole answer, ready to be written."""
+class WholeChoice:
+    """One whole answer."""
 
-    heading: Heading
     text: str
     tokens: Sequence[ScoredToken]
     scored: bool
     finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All answers of one request, ready to be written: a choice's index is its place here."""
+
+    heading: Heading
+    choices: Sequence[WholeChoice]
     usage: dict[str, Any]
 
 
-def whole_of(
-    heading: Heading, pieces: Iterable[Piece], answer: Answer, prompt_tokens: int, scored: bool
-) -> Whole:
-    assert answer.finish is not None
-    pieces = list(pieces)
-    return Whole(
-        heading,
+def whole_choice(pieces: Sequence[Piece], finish: str, scored: bool) -> WholeChoice:
+    return WholeChoice(
         "".join(piece.text for piece in pieces),
         [token for piece in pieces for token in piece.tokens],
         scored,
-        answer.finish,
-        usage(prompt_tokens, answer),
+        finish,
     )
 
 
 def chat_response(whole: Whole, token_bytes: TokenBytes) -> bytes:
-    message = {"role": "assistant", "content": whole.text, "refusal": None}
-    logprobs = chat_logprobs(whole.tokens, token_bytes) if whole.scored else None
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": whole.finish}
-    return _response("chat.completion", whole, choice)
+    def show(index: int, choice: WholeChoice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        logprobs = chat_logprobs(choice.tokens, token_bytes) if choice.scored else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    return _response("chat.completion", whole, show)
 
 
 def text_response(whole: Whole, token_bytes: TokenBytes) -> bytes:
-    logprobs = text_logprobs(whole.tokens, token_bytes) if whole.scored else None
-    choice = {"index": 0, "text": whole.text, "logprobs": logprobs, "finish_reason": whole.finish}
-    return _response("text_completion", whole, choice)
+    def show(index: int, choice: WholeChoice) -> dict[str, Any]:
+        logprobs = text_logprobs(choice.tokens, token_bytes) if choice.scored else None
+        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    return _response("text_completion", whole, show)
 
 
-def _response(kind: str, whole: Whole, choice: dict[str, Any]) -> bytes:
+def _response(kind: str, whole: Whole, show: Callable[[int, WholeChoice], dict[str, Any]]) -> bytes:
     heading = whole.heading
     body = {"id": heading.id, "object": kind, "created": heading.created_s, "model": heading.model}
-    return _dumps({**body, "choices": [choice], "usage": whole.usage}).encode()
+    choices = [show(index, choice) for index, choice in enumerate(whole.choices)]
+    return _dumps({**body, "choices": choices, "usage": whole.usage}).encode()
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:

@@ -40,10 +40,20 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def full_for(self, tokens: int) -> str | None:
-        """Why a new request of so many prompt tokens cannot wait here, or None. One request always can."""
-        if len(self._entries) >= self._max_requests:
-            return f"{len(self._entries)} requests are waiting, the limit is {self._max_requests}"
+    def never_fits(self, requests: int, tokens: int) -> str | None:
+        """Why so many requests at once, with so many prompt tokens in all, could not even wait here alone."""
+        if requests > self._max_requests:
+            return f"{requests} choices at once are more than the {self._max_requests} requests that may wait here"
+        if requests > 1 and tokens > self._max_tokens:
+            return f"{tokens} prompt tokens at once are more than the {self._max_tokens} that may wait here"
+        return None
+
+    def full_for(self, requests: int, tokens: int) -> str | None:
+        """Why so many new requests, with so many prompt tokens in all, cannot wait here now, or None. One request
+        always can wait alone."""
+        waiting = len(self._entries)
+        if waiting + requests > self._max_requests:
+            return f"{waiting} requests are waiting, the limit is {self._max_requests}"
         if self._entries and self.tokens + tokens > self._max_tokens:
             return f"{self.tokens} prompt tokens are waiting, the limit is {self._max_tokens}"
         return None

@@ -25,13 +25,28 @@ NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request and how its answer is to be shown."""
+    """What one HTTP request asks for, a request for each choice in order, and how the answers are to be shown."""
 
-    request: Request
+    requests: tuple[Request, ...]
     model: str
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+
+    @property
+    def request(self) -> Request:
+        """The first choice, whose id stands for all."""
+        return self.requests[0]
+
+    @property
+    def leaders(self) -> list[int]:
+        """Choices that are the first of their prompt."""
+        return [choice for choice, request in enumerate(self.requests) if not request.follows]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices it has."""
+        return sum(self.requests[choice].prompt_tokens for choice in self.leaders)
 
 
 class RequestBuilder:
@@ -159,7 +174,7 @@ class RequestBuilder:
             tenant=fields.user if tenant is None else tenant,
             cache_salt=fields.cache_salt,
         )
-        return Job(request, fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
+        return Job((request,), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
 
     def _sampling(self, fields: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
         if fields.min_tokens > max_tokens:

@@ -1,10 +1,10 @@
-"""Answers on their way from the front's ear to an HTTP response: one small mailbox per request."""
+"""Answers on their way from the front's ear to an HTTP response: one small mailbox per group of requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common.errors import KvferryError
 from common.request import RequestId
@@ -13,19 +13,26 @@ from coordinator.gateway import TokenDelta
 
 
 class MailboxStream:
-    """A `TokenStream`. What is in it is bounded by the request's own max_tokens; a slow reader holds up nobody."""
+    """A `TokenStream`. What is in it is bounded by the max_tokens of its requests; a slow reader holds up nobody."""
 
     def __init__(
-        self, request_id: RequestId, on_stop: Callable[[], None], on_cancel: Callable[[str], None]
+        self,
+        request_ids: Sequence[RequestId],
+        on_stop: Callable[[RequestId], None],
+        on_cancel: Callable[[RequestId, str], None],
     ) -> None:
-        self.request_id = request_id
-        self.over = False
+        self.request_id = request_ids[0]
+        self._live = dict(enumerate(request_ids))  # choices that have not ended
         self._on_stop = on_stop
         self._on_cancel = on_cancel
         self._deltas: deque[TokenDelta] = deque()
         self._error: KvferryError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._cached_tokens: int | None = None
+        self._cached_tokens: dict[int, int] = {}
+
+    @property
+    def over(self) -> bool:
+        return not self._live
 
     # ------------------------------------------------------------ for the HTTP side
 
@@ -37,28 +44,35 @@ class MailboxStream:
             await self._waiter
         return self._deltas.popleft()
 
-    def stop(self) -> None:
-        if not self.over:
-            self.over = True
-            self._on_stop()
+    def stop(self, choice: int) -> None:
+        self._deltas = deque(delta for delta in self._deltas if delta.choice != choice)
+        request_id = self._live.pop(choice, None)
+        if request_id is not None:
+            self._on_stop(request_id)
 
     def cancel(self, reason: str) -> None:
-        if not self.over:
-            self.over = True
-            self._on_cancel(reason)
+        while self._live:
+            _, request_id = self._live.popitem()
+            self._on_cancel(request_id, reason)
 
     # ------------------------------------------------------------ for the cluster's side
 
-    def put(self, delta: Delta) -> None:
-        if delta.cached_tokens is not None and self._cached_tokens is None:
-            self._cached_tokens = delta.cached_tokens
-        self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, self._cached_tokens or 0))
-        self.over = self.over or delta.finish is not None
+    def put(self, choice: int, delta: Delta) -> None:
+        if delta.cached_tokens is not None:
+            self._cached_tokens.setdefault(choice, delta.cached_tokens)
+        cached_tokens = self._cached_tokens.get(choice, 0)
+        self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, cached_tokens, choice))
+        if delta.finish is not None:
+            self.ended(choice)
         self._wake()
 
+    def ended(self, choice: int) -> None:
+        """It has nothing more to say. Idempotent."""
+        self._live.pop(choice, None)
+
     def fail(self, error: KvferryError) -> None:
-        self.over = True
-        self._error = error
+        """What has come can still be read, then `error` is raised."""
+        self._error = self._error or error
         self._wake()
 
     def _wake(self) -> None:

@@ -132,7 +132,7 @@ class ClusterBench:
         life = Incarnation(self.incarnations[name] if incarnation is None else incarnation)
         return self.note(self.cluster.from_worker(message, Sender(name, life), self.now))
 
-    def submit(self, wanted: Request, deadline_s: float | None = None) -> list[tuple[str, Message]]:
+    def submit(self, *wanted: Request, deadline_s: float | None = None) -> list[tuple[str, Message]]:
         return self.note(self.cluster.submit(Submit(wanted, deadline_s), self.now))
 
     def front(self, message: Message) -> list[tuple[str, Message]]:

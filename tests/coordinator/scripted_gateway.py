@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,41 +40,56 @@ class Script:
     top: int = 2
 
 
+@dataclass
+class _Choice:
+    """How far one request's script has been read."""
+
+    request: Request
+    script: Script
+    sent: int = 0
+    deltas: int = 0
+
+
 class ScriptedStream:
-    def __init__(self, gateway: ScriptedGateway, request: Request, script: Script) -> None:
-        self.request_id = request.request_id
+    """The choices of a group take turns."""
+
+    def __init__(
+        self, gateway: ScriptedGateway, requests: Sequence[Request], scripts: Sequence[Script]
+    ) -> None:
+        self.request_id = requests[0].request_id
         self._gateway = gateway
-        self._request = request
-        self._script = script
-        self._sent = 0
-        self._deltas = 0
-        self._over = False
+        both = zip(requests, scripts, strict=True)
+        self._live = {index: _Choice(request, script) for index, (request, script) in enumerate(both)}
 
     async def next(self) -> TokenDelta:
-        script = self._script
-        assert not self._over, "asked for more after the end"
-        if pause_s := (script.gap_s if self._deltas else script.first_s):
+        assert self._live, "asked for more after the end"
+        index, choice = next(iter(self._live.items()))
+        script = choice.script
+        if pause_s := (script.gap_s if choice.deltas else script.first_s):
             await asyncio.sleep(pause_s)
-        if script.error is not None and self._deltas == script.error_after:
-            self._over = True
+        if script.error is not None and choice.deltas == script.error_after:
+            self._live.clear()
             raise script.error
-        ids = tuple(script.ids[self._sent : self._sent + script.group])
-        self._sent += len(ids)
-        self._deltas += 1
+        ids = tuple(script.ids[choice.sent : choice.sent + script.group])
+        choice.sent += len(ids)
+        choice.deltas += 1
         self._gateway.deltas_taken += 1
-        last = self._sent >= len(script.ids)
-        self._over = last
-        wanted = self._request.sampling.logprobs
+        last = choice.sent >= len(script.ids)
+        del self._live[index]
+        if not last:
+            self._live[index] = choice
+        wanted = choice.request.sampling.logprobs
         logprobs = None if wanted is None else tuple(_logprobs(id, wanted) for id in ids)
-        return TokenDelta(ids, logprobs, script.finish if last else None, script.cached_tokens)
+        return TokenDelta(ids, logprobs, script.finish if last else None, script.cached_tokens, index)
 
-    def stop(self) -> None:
-        self._over = True
-        self._gateway.stopped.append(self.request_id)
+    def stop(self, choice: int) -> None:
+        stopped = self._live.pop(choice, None)
+        if stopped is not None:
+            self._gateway.stopped.append(stopped.request.request_id)
 
     def cancel(self, reason: str) -> None:
-        if not self._over:
-            self._over = True
+        if self._live:
+            self._live.clear()
             self._gateway.cancelled.append((self.request_id, reason, time.monotonic()))
 
 
@@ -109,17 +124,17 @@ class ScriptedGateway:
         self.minted += 1
         return RequestId(f"{prefix}-{self.minted}")
 
-    async def submit(self, request: Request, deadline_s: float | None = None) -> ScriptedStream:
-        script = self.script(request)
+    async def submit(self, requests: Sequence[Request], deadline_s: float | None = None) -> ScriptedStream:
+        scripts = [self.script(request) for request in requests]
         try:
-            await asyncio.sleep(script.admit_s)
+            await asyncio.sleep(scripts[0].admit_s)
         except asyncio.CancelledError:
-            self.withdrawn.append((request.request_id, time.monotonic()))
+            self.withdrawn.append((requests[0].request_id, time.monotonic()))
             raise
-        if script.refuse is not None:
-            raise script.refuse
-        self.requests.append(request)
-        return ScriptedStream(self, request, script)
+        if scripts[0].refuse is not None:
+            raise scripts[0].refuse
+        self.requests += requests
+        return ScriptedStream(self, requests, scripts)
 
     def max_model_len(self) -> int | None:
         return self.context

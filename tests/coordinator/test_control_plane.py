@@ -32,9 +32,7 @@ def plane() -> ControlPlane:
 
 def waiting(plane: ControlPlane) -> MailboxStream:
     """An answer that its client waits for."""
-    stream = plane._streams[ID] = MailboxStream(ID, lambda: None, lambda reason: None)
-    plane._front.open(ID)
-    return stream
+    return plane._open([ID])
 
 
 async def failure(stream: MailboxStream) -> KvferryError:
@@ -50,7 +48,9 @@ def test_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one() -> 
             stream = waiting(service)
             await service.drain(0.01)
             with pytest.raises(NoWorker) as late:
-                await service.submit(Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT))
+                await service.submit(
+                    [Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT)]
+                )
             return [await failure(stream), late.value]
         finally:
             await service.close()
@@ -64,7 +64,7 @@ def test_without_a_worker() -> None:
     async def scene() -> None:
         service = plane()
         try:
-            await service.submit(Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT))
+            await service.submit([Request(ID, pack_ids([1]), SamplingParams(max_tokens=1, seed=0), FRONT)])
         finally:
             await service.close()
 
@@ -78,7 +78,7 @@ def test_without_a_worker() -> None:
     [
         ("NotAdmitted", NotAdmitted, "not_admitted"),
         ("NoWorker", NoWorker, "no_worker"),
-        ("BadRequest", BadRequest, "context_length_exceeded"),
+        ("BadRequest", BadRequest, "invalid_value"),
         ("NeverHeardOf", RequestFailed, "request_failed"),
     ],
 )

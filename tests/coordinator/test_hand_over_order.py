@@ -27,7 +27,7 @@ def test_it_is_decoding_whoever_says_so_first(order: tuple[str, ...]) -> None:
     for worker in (prefill, decode):
         cluster.from_worker(worker.card(), worker.sender, 0.0)
     request = Request(RequestId("r"), pack_ids([1, 2, 3]), SamplingParams(8), FRONT)
-    cluster.submit(Submit(request, None), 1.0)
+    cluster.submit(Submit((request,)), 1.0)
     cluster.turn(1.0)
     tracked = cluster.tracker.get(request.request_id)
     assert tracked is not None and tracked.prefill == "prefill" and tracked.decode == "decode"

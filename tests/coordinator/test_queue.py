@@ -36,13 +36,13 @@ def test_who_comes_back_stands_where_it_stood() -> None:
 
 def test_bounds() -> None:
     queue = WaitingQueue(max_requests=2, max_tokens=100)
-    assert queue.full_for(5000) is None, "one request always can"
+    assert queue.full_for(1, 5000) is None, "one request always can"
     queue.push(entry(1, tokens=60))
-    assert queue.full_for(40) is None
-    reason = queue.full_for(41)
+    assert queue.full_for(1, 40) is None
+    reason = queue.full_for(1, 41)
     assert reason is not None and "60 prompt tokens" in reason
     queue.push(entry(2, tokens=1))
-    reason = queue.full_for(1)
+    reason = queue.full_for(1, 1)
     assert reason is not None and "the limit is 2" in reason
 
 

@@ -243,4 +243,4 @@ def test_any_value_of_any_field_is_taken_or_refused(tokenizer: Tokenizer, change
             assert len(error_object(error)) < 4096
         else:
             sender = Sender("coordinator", Incarnation(1))
-            assert decode(encode(Submit(job.request), sender))[1] == Submit(job.request)
+            assert decode(encode(Submit(job.requests), sender))[1] == Submit(job.requests)
