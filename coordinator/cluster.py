@@ -10,9 +10,8 @@ Reconciliation is by level: every heartbeat lists what its worker holds. What it
 by the answer; what somebody should hold and nobody lists for `unheld_after_s` is dispatched again. Lost
 messages, orphans and a restart of this process all come down to that.
 
-Every wait here has a limit: the queue (`max_wait_s`, or the request's deadline), a command without answer
-(`ask_again_s`, MAX_ASKS times), a request without proof of life (`unheld_after_s`), attempts in a row
-that bring no token (MAX_FRUITLESS).
+This file hears: what the front says, what workers say, what time it is. What then becomes of a request is decided
+in `attempts.py`, which worker gets it in `dispatcher.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from typing import Any
 
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
-from common.lifecycle import REQUEST_MOVES, Phase
+from common.lifecycle import Phase
 from common.messages import (
-    Abort,
     Accepted,
     Admitted,
     CancelRequest,
@@ -41,7 +39,6 @@ from common.messages import (
     Registered,
     RegistrationRefused,
     Rejected,
-    RequestEnded,
     RequestFinished,
     Sender,
     Started,
@@ -50,14 +47,11 @@ from common.messages import (
     Submit,
 )
 from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
+from coordinator.attempts import Attempts
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.tracker import Tracked, Tracker
-
-MAX_FRUITLESS = 5
-MAX_ASKS = 4
-MAX_DEATHS = 2
 
 
 class Cluster:
@@ -78,9 +72,17 @@ class Cluster:
         self._dispatcher = Dispatcher(
             registry, queue, self.tracker, first_attempt=first_attempt, ask_again_s=ask_again_s
         )
+        self._attempts = Attempts(
+            queue,
+            self.tracker,
+            self._dispatcher,
+            self.counters,
+            max_wait_s=max_wait_s,
+            ask_again_s=ask_again_s,
+            unheld_after_s=unheld_after_s,
+        )
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
-        self._unheld_after_s = unheld_after_s
         self._next_look = 0.0
         self.draining = False
         self.notices: deque[str] = deque(
@@ -148,7 +150,7 @@ class Cluster:
                 continue
             assert first == len(tracked.outputs)
             if not tracked.prompt_done:
-                self._prompt_done(tracked, now)
+                self._attempts.prompt_done(tracked, now)
             tracked.outputs += ids
             tracked.fruitless = 0
             tracked.seen_at = now
@@ -156,36 +158,27 @@ class Cluster:
         for key in message.gaps:
             tracked = self.tracker.present(key)
             if tracked is not None:
-                effects += self._again(tracked, "tokens were lost on the way to the front", now)
+                effects += self._attempts.again(tracked, "tokens were lost on the way to the front", now)
         return effects
-
-    def _prompt_done(self, tracked: Tracked, now: float) -> None:
-        """The attempt's first token is out (whatever else was lost on the way)."""
-        tracked.prompt_done = True
-        self._dispatcher.prompt_done(tracked)
-        if tracked.life.phase is Phase.QUEUED:
-            tracked.life.move(Phase.PREFILLING, now)
-        if tracked.life.phase is Phase.PREFILLING:
-            tracked.life.move(Phase.KV_READY if tracked.prefill is not None else Phase.DECODING, now)
 
     def _finished(self, request_id: RequestId, now: float) -> list[Effect]:
         tracked = self.tracker.get(request_id)
-        return [] if tracked is None else self._end(tracked, Phase.FINISHED, now)
+        return [] if tracked is None else self._attempts.end(tracked, Phase.FINISHED, now)
 
     def _stopped(self, request_id: RequestId, now: float) -> list[Effect]:
         tracked = self.tracker.get(request_id)
         if tracked is None:
             return []
         said: list[Effect] = [ToWorker(worker, Stop(*tracked.key)) for worker in tracked.holders]
-        return said + self._end(tracked, Phase.FINISHED, now)
+        return said + self._attempts.end(tracked, Phase.FINISHED, now)
 
     def _cancelled(self, message: CancelRequest, now: float) -> list[Effect]:
         tracked = self.tracker.get(message.id)
         if tracked is None:
             return []
         self.counters.add("requests_aborted_total", phase=str(tracked.life.phase))
-        said = self._abort_holders(tracked, message.reason)
-        return said + self._end(tracked, Phase.ABORTED, now)
+        said = self._attempts.abort_holders(tracked, message.reason)
+        return said + self._attempts.end(tracked, Phase.ABORTED, now)
 
     # ------------------------------------------------------------ from workers
 
@@ -265,7 +258,7 @@ class Cluster:
             return
         if worker_id == tracked.decode and worker_id != tracked.prefill and tracked.prefill is not None:
             if phase != Phase.KV_READY and not tracked.handed_over:  # more than a transfer under way
-                self._owned(tracked, now)
+                self._attempts.owned(tracked, now)
         elif tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
 
@@ -284,7 +277,7 @@ class Cluster:
                 return self._later(tracked, message, now)
             case Refused():
                 tracked.avoid.add(worker_id)
-                return self._again(tracked, f"{worker_id} refused: {message.reason}", now)
+                return self._attempts.again(tracked, f"{worker_id} refused: {message.reason}", now)
             case Started():
                 self._advance(tracked, worker_id, message.phase, now)
         return []
@@ -304,19 +297,10 @@ class Cluster:
         """The worker has no room after all: it is asked again, for as long as a request may wait at all."""
         if now - tracked.dispatched_at >= self._max_wait_s:
             tracked.avoid.update(tracked.holders[:1])
-            return self._again(tracked, "the worker had no room", now)
+            return self._attempts.again(tracked, "the worker had no room", now)
         tracked.ask_at = now + min(message.retry_after_s, self._ask_again_s)
         tracked.asks = 0
         return []
-
-    def _owned(self, tracked: Tracked, now: float) -> None:
-        """The decode worker holds all of it now."""
-        tracked.command = None
-        tracked.handed_over = True
-        self._dispatcher.prompt_done(tracked)
-        for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
-            if phase in REQUEST_MOVES[tracked.life.phase]:
-                tracked.life.move(phase, now)
 
     def _ended(self, message: Ended, worker_id: WorkerId, now: float) -> list[Effect]:
         self.tracker.remember_end(worker_id, message)
@@ -327,20 +311,20 @@ class Cluster:
         tracked.command = None
         if message.outcome == "handed_over":
             if not tracked.handed_over:  # its word may come before the decode worker's own
-                self._owned(tracked, now)
+                self._attempts.owned(tracked, now)
             return []
         if message.outcome in ("finished", "unknown"):
             return []  # the front has the last token, or `unheld_after_s` finds out that it has not
         if tracked.handed_over and worker_id == tracked.prefill and worker_id != tracked.decode:
             return []  # the decode worker's start beats the prefill worker's failure
         if not message.retryable:
-            said = self._abort_holders(tracked, message.reason)
-            return said + self._fail(
+            said = self._attempts.abort_holders(tracked, message.reason)
+            return said + self._attempts.fail(
                 tracked, "RequestFailed", f"it cannot be computed: {message.reason}", now
             )
         if message.outcome == "failed":  # whichever end of the pair it was: another one, if there is one
             tracked.avoid.update(tracked.holders)
-        return self._again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
+        return self._attempts.again(tracked, f"{worker_id}: {message.reason or message.outcome}", now)
 
     def _late(self, message: Message) -> None:
         self.counters.add("late_messages_total", kind=type(message).__name__)
@@ -356,7 +340,7 @@ class Cluster:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True
             for tracked in self.tracker.all():
-                effects += self._look_after(tracked, now)
+                effects += self._attempts.look_after(tracked, now)
         return effects + self._dispatcher.give_out(now)
 
     def next_deadline(self, now: float) -> float | None:
@@ -364,41 +348,6 @@ class Cluster:
         if len(self.tracker):
             return max(now, self._next_look)
         return now + 0.5 if self.registry.live() else None
-
-    def _look_after(self, tracked: Tracked, now: float) -> list[Effect]:
-        if tracked.life.phase is Phase.WAITING:
-            return self._out_of_time(tracked, now)
-        if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
-            said = self._abort_holders(tracked, "deadline")
-            return said + self._fail(
-                tracked, "DeadlinePassed", "its deadline passed before the first token", now
-            )
-        if tracked.command is not None:
-            return self._ask_again(tracked, now)
-        if now - tracked.seen_at >= self._unheld_after_s:
-            tracked.avoid.update(tracked.holders)  # it may have fallen silent and not be given up yet
-            return self._again(tracked, "no worker holds it any more", now)
-        return []
-
-    def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
-        """A deadline is for the first token; who has that waits as long as anybody may."""
-        waited_s = tracked.life.seconds_in(Phase.WAITING, now)
-        late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
-        if not late and waited_s < self._max_wait_s:
-            return []
-        reason = f"no worker took it within {waited_s:.1f} s"
-        return self._fail(tracked, "RequestFailed" if tracked.outputs else "DeadlinePassed", reason, now)
-
-    def _ask_again(self, tracked: Tracked, now: float) -> list[Effect]:
-        if now < tracked.ask_at:
-            return []
-        if tracked.asks >= MAX_ASKS:
-            tracked.avoid.update(tracked.holders[:1])
-            return self._again(tracked, "the worker did not answer the dispatch", now)
-        tracked.asks += 1
-        tracked.ask_at = now + self._ask_again_s
-        assert tracked.command is not None
-        return [ToWorker(tracked.holders[0], tracked.command)]
 
     # ------------------------------------------------------------ when something goes
 
@@ -409,59 +358,8 @@ class Cluster:
         for tracked in self.tracker.dispatched():
             if worker.id not in tracked.holders or (tracked.handed_over and worker.id != tracked.decode):
                 continue
-            effects += self._lost_holder(tracked, worker, how, now)
+            effects += self._attempts.lost_holder(tracked, worker, how, now)
         return effects
-
-    def _lost_holder(self, tracked: Tracked, worker: Worker, how: str, now: float) -> list[Effect]:
-        if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
-            return self._rebind(tracked, worker, how, now)
-        tracked.avoid.add(worker.id)
-        if tracked.life.phase is not Phase.QUEUED:  # what only stood in line there cannot have killed it
-            tracked.deaths += 1
-        if tracked.deaths >= MAX_DEATHS:
-            reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
-            said = self._abort_holders(tracked, reason)
-            return said + self._fail(tracked, "RequestFailed", reason, now)
-        return self._again(tracked, f"{worker.id} {how}", now)
-
-    def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:
-        """The prefill worker still has every block: only the destination changes."""
-        tracked.avoid.add(lost.id)
-        rebound = self._dispatcher.rebind(tracked, now)
-        if rebound is None:
-            return self._again(tracked, f"{lost.id} {how}", now)
-        tracked.last_fault = f"{lost.id} {how}"
-        return rebound
-
-    def _again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
-        """Back to the queue with what the front has; the present attempt is told to end."""
-        tracked.last_fault = why
-        said = self._abort_holders(tracked, why)
-        tracked.fruitless += 1
-        if tracked.fruitless >= MAX_FRUITLESS:
-            stage = f"given up in {tracked.life.phase} after {tracked.fruitless} attempts without a token"
-            return said + self._fail(tracked, "RequestFailed", f"{stage}: {why}", now)
-        self.counters.add("requests_migrated_total")
-        self._dispatcher.take_back(tracked)
-        tracked.life.move(Phase.WAITING, now)
-        self._dispatcher.enqueue(tracked, now)
-        return said
-
-    def _abort_holders(self, tracked: Tracked, reason: str) -> list[Effect]:
-        return [ToWorker(worker, Abort(*tracked.key, reason)) for worker in tracked.holders]
-
-    def _fail(self, tracked: Tracked, error: str, reason: str, now: float) -> list[Effect]:
-        ended = RequestEnded(tracked.id, error, reason)
-        return [ToFront(tracked.request.front, ended), *self._end(tracked, Phase.FAILED, now)]
-
-    def _end(self, tracked: Tracked, phase: Phase, now: float) -> list[Effect]:
-        """The one end of a request."""
-        if tracked.life.phase is Phase.WAITING:
-            self.queue.remove(tracked.id)
-        self._dispatcher.release(tracked)
-        tracked.life.move(phase, now)
-        self.tracker.end(tracked)
-        return []
 
     # ------------------------------------------------------------ questions
 

@@ -29,7 +29,6 @@ from common.errors import (
     RequestFailed,
 )
 from common.messages import (
-    MAX_MESSAGE_BYTES,
     CancelRequest,
     HeartbeatAck,
     Message,
@@ -44,6 +43,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FrontId, Incarnation, Request, RequestId, WorkerId
+from common.wire import MAX_MESSAGE_BYTES
 from coordinator.cluster import Cluster
 from coordinator.errors_http import CODES
 from coordinator.front import Front

@@ -14,17 +14,9 @@ from typing import Any
 
 from common.counters import HISTOGRAM_BUCKETS
 from common.fingerprint import Value, first_difference
-from common.messages import (
-    Heartbeat,
-    Load,
-    Register,
-    Registered,
-    RegistrationRefused,
-    Role,
-    Sender,
-    longest_model_len,
-)
+from common.messages import Heartbeat, Load, Register, Registered, RegistrationRefused, Role, Sender
 from common.request import Incarnation, WorkerId
+from common.wire import longest_model_len
 
 _NO_LOAD = Load(0, 0, 0, 0, 0, 0, 0.0)
 

@@ -16,7 +16,8 @@ import zmq.asyncio
 
 from common.counters import Counters
 from common.errors import ProtocolViolation
-from common.messages import Message, Sender, decode, encode
+from common.messages import Message, Sender
+from common.wire import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ import zmq.asyncio
 
 from common.counters import Counters
 from common.errors import CannotBind, ProtocolViolation
-from common.messages import MAX_MESSAGE_BYTES, Block, Message, PeerAddress, Sender
+from common.messages import Block, Message, PeerAddress, Sender
 from common.request import Key, WorkerId
+from common.wire import MAX_MESSAGE_BYTES
 from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
 
 _HEADER_BYTES = 4096

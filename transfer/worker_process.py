@@ -29,9 +29,10 @@ from common.blocks import BlockPool
 from common.config import WorkerSettings
 from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
-from common.messages import PROTOCOL_MAJOR, PeerAddress, Register, Role, Sender
+from common.messages import PeerAddress, Register, Role, Sender
 from common.request import Incarnation, TokenLogprobs
 from common.version import VERSION
+from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache
 from transfer.links import Links
 from transfer.worker_loop import PureWorker, WorkerLoop

@@ -11,9 +11,6 @@ from pydantic import TypeAdapter
 
 from common.errors import ProtocolViolation
 from common.messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL_MAJOR,
-    TYPES,
     Abort,
     Accept,
     Handover,
@@ -26,9 +23,6 @@ from common.messages import (
     Sender,
     TokenRow,
     Tokens,
-    decode,
-    encode,
-    longest_model_len,
 )
 from common.request import (
     Attempt,
@@ -41,6 +35,7 @@ from common.request import (
     WorkerId,
     pack_ids,
 )
+from common.wire import MAX_MESSAGE_BYTES, PROTOCOL_MAJOR, TYPES, decode, encode, longest_model_len
 
 WHO = Sender("prefill-0", Incarnation(7))
 ID, ATTEMPT = RequestId("r1"), Attempt(3)

@@ -30,7 +30,7 @@ from common.messages import (
     StopRequest,
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
-from coordinator.cluster import MAX_ASKS, MAX_FRUITLESS
+from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
 from coordinator.dispatcher import MAX_PASSES
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.errors import BadRequest, ModelNotFound, NoWorker, UnsupportedField
-from common.messages import Sender, Submit, decode, encode
+from common.messages import Sender, Submit
 from common.request import FrontId, Incarnation, unpack_ids
+from common.wire import decode, encode
 from coordinator.errors_http import error_object
 from coordinator.openai_schema import ChatFields, TextFields
 from coordinator.request_builder import Job, RequestBuilder

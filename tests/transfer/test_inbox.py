@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.counters import Counters
-from common.messages import Delivered, Sender, encode
+from common.messages import Delivered, Sender
 from common.request import Attempt, Incarnation, RequestId
+from common.wire import encode
 from transfer.inbox import MAX_VIOLATIONS, SHUT_OUT_S, Inbox, identity
 
 ME = Sender("decode-0", Incarnation(7))

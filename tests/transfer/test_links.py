@@ -14,8 +14,9 @@ import zmq.asyncio
 
 import transfer.links
 from common.counters import Counters
-from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender, encode
+from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender
 from common.request import Attempt, Incarnation, RequestId
+from common.wire import encode
 from transfer.inbox import identity
 from transfer.links import Links
 

@@ -1,0 +1,107 @@
+"""How a message becomes bytes and back. Pure.
+
+A message on the wire is one msgpack map: the envelope (`v` version, `t` type, `from` worker or "coordinator",
+`inc` incarnation) and the fields of the dataclass named by `t`. Whatever comes in is checked by pydantic against
+that dataclass and bounded in size; another major version is refused, unknown fields of a newer minor are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from common import messages
+from common.errors import ProtocolViolation
+from common.messages import AboutRequest, Message, Sender
+from common.prefix import HASH_BYTES
+from common.request import Incarnation
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+MAX_MESSAGE_BYTES = 1 << 20
+
+_BASES = (Message, AboutRequest)
+TYPES: dict[str, type[Message]] = {
+    name: cls
+    for name, cls in vars(messages).items()
+    if isinstance(cls, type) and issubclass(cls, Message) and cls not in _BASES
+}
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Message]:
+    return TypeAdapter(TYPES[name])
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as maps, field by field (dataclasses.asdict copies every leaf and takes four times as long)."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def longest_model_len(block_size: int) -> int:
+    """Tokens that an Offer can carry with their block hashes, leaving an eighth for everything else."""
+    return MAX_MESSAGE_BYTES * 7 // 8 * block_size // (4 * block_size + HASH_BYTES)
+
+
+def encode(message: Message, sender: Sender) -> bytes:
+    """The message as it goes on the wire."""
+    body: dict[str, Any] = _plain(message)
+    envelope = {
+        "v": (PROTOCOL_MAJOR, PROTOCOL_MINOR),
+        "t": type(message).__name__,
+        "from": sender.name,
+        "inc": sender.incarnation,
+    }
+    packed = msgpack.packb({**envelope, **body})
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def decode(data: bytes | memoryview) -> tuple[Sender, Message]:
+    """Checks and reads one message.
+
+    Raises ProtocolViolation for anything that is not a whole, valid message of our protocol major.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolViolation(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        body = msgpack.unpackb(data, max_map_len=100_000, max_array_len=400_000)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolViolation(f"not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolViolation("not a map")
+    return _sender(body), _message(body)
+
+
+def _sender(body: dict[Any, Any]) -> Sender:
+    version, name, incarnation = body.get("v"), body.get("from"), body.get("inc")
+    if not isinstance(version, list) or len(version) != 2 or version[0] != PROTOCOL_MAJOR:
+        raise ProtocolViolation(f"protocol version {version!r}, ours is {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or type(incarnation) is not int:
+        raise ProtocolViolation("envelope without a valid `from` and `inc`")
+    return Sender(name, Incarnation(incarnation))
+
+
+def _message(body: dict[Any, Any]) -> Message:
+    name = body.get("t")
+    if not isinstance(name, str) or name not in TYPES:
+        raise ProtocolViolation(f"unknown message type {str(name)[:50]!r}")
+    try:
+        return _adapter(name).validate_python(body)
+    except (ValidationError, RecursionError) as error:
+        raise ProtocolViolation(f"invalid {name}: {_first_fault(error)}") from error
+
+
+def _first_fault(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_input=False, include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return type(error).__name__

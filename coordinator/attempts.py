@@ -1,0 +1,152 @@
+"""What becomes of one request that was admitted: how its attempts go on, fail, are repeated, and its one end. Pure.
+
+Every wait here has a limit: the queue (`max_wait_s`, or the request's deadline), a command without answer
+(`ask_again_s`, MAX_ASKS times), a request without proof of life (`unheld_after_s`), attempts in a row
+that bring no token (MAX_FRUITLESS).
+"""
+
+from __future__ import annotations
+
+from common.counters import Counters
+from common.effects import Effect, ToFront, ToWorker
+from common.lifecycle import REQUEST_MOVES, Phase
+from common.messages import Abort, RequestEnded
+from coordinator.dispatcher import Dispatcher
+from coordinator.queue import WaitingQueue
+from coordinator.registry import Worker
+from coordinator.tracker import Tracked, Tracker
+
+MAX_FRUITLESS = 5
+MAX_ASKS = 4
+MAX_DEATHS = 2
+
+
+class Attempts:
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        tracker: Tracker,
+        dispatcher: Dispatcher,
+        counters: Counters,
+        *,
+        max_wait_s: float,
+        ask_again_s: float,
+        unheld_after_s: float,
+    ) -> None:
+        self._queue = queue
+        self._tracker = tracker
+        self._dispatcher = dispatcher
+        self._counters = counters
+        self._max_wait_s = max_wait_s
+        self._ask_again_s = ask_again_s
+        self._unheld_after_s = unheld_after_s
+
+    # ------------------------------------------------------------ how one goes on
+
+    def prompt_done(self, tracked: Tracked, now: float) -> None:
+        """The attempt's first token is out (whatever else was lost on the way)."""
+        tracked.prompt_done = True
+        self._dispatcher.prompt_done(tracked)
+        if tracked.life.phase is Phase.QUEUED:
+            tracked.life.move(Phase.PREFILLING, now)
+        if tracked.life.phase is Phase.PREFILLING:
+            tracked.life.move(Phase.KV_READY if tracked.prefill is not None else Phase.DECODING, now)
+
+    def owned(self, tracked: Tracked, now: float) -> None:
+        """The decode worker holds all of it now."""
+        tracked.command = None
+        tracked.handed_over = True
+        self._dispatcher.prompt_done(tracked)
+        for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
+            if phase in REQUEST_MOVES[tracked.life.phase]:
+                tracked.life.move(phase, now)
+
+    # ------------------------------------------------------------ what time does
+
+    def look_after(self, tracked: Tracked, now: float) -> list[Effect]:
+        if tracked.life.phase is Phase.WAITING:
+            return self._out_of_time(tracked, now)
+        if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
+            said = self.abort_holders(tracked, "deadline")
+            return said + self.fail(
+                tracked, "DeadlinePassed", "its deadline passed before the first token", now
+            )
+        if tracked.command is not None:
+            return self._ask_again(tracked, now)
+        if now - tracked.seen_at >= self._unheld_after_s:
+            tracked.avoid.update(tracked.holders)  # it may have fallen silent and not be given up yet
+            return self.again(tracked, "no worker holds it any more", now)
+        return []
+
+    def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
+        """A deadline is for the first token; who has that waits as long as anybody may."""
+        waited_s = tracked.life.seconds_in(Phase.WAITING, now)
+        late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
+        if not late and waited_s < self._max_wait_s:
+            return []
+        reason = f"no worker took it within {waited_s:.1f} s"
+        return self.fail(tracked, "RequestFailed" if tracked.outputs else "DeadlinePassed", reason, now)
+
+    def _ask_again(self, tracked: Tracked, now: float) -> list[Effect]:
+        if now < tracked.ask_at:
+            return []
+        if tracked.asks >= MAX_ASKS:
+            tracked.avoid.update(tracked.holders[:1])
+            return self.again(tracked, "the worker did not answer the dispatch", now)
+        tracked.asks += 1
+        tracked.ask_at = now + self._ask_again_s
+        assert tracked.command is not None
+        return [ToWorker(tracked.holders[0], tracked.command)]
+
+    # ------------------------------------------------------------ how one ends
+
+    def lost_holder(self, tracked: Tracked, worker: Worker, how: str, now: float) -> list[Effect]:
+        if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
+            return self._rebind(tracked, worker, how, now)
+        tracked.avoid.add(worker.id)
+        if tracked.life.phase is not Phase.QUEUED:  # what only stood in line there cannot have killed it
+            tracked.deaths += 1
+        if tracked.deaths >= MAX_DEATHS:
+            reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
+            said = self.abort_holders(tracked, reason)
+            return said + self.fail(tracked, "RequestFailed", reason, now)
+        return self.again(tracked, f"{worker.id} {how}", now)
+
+    def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:
+        """The prefill worker still has every block: only the destination changes."""
+        tracked.avoid.add(lost.id)
+        rebound = self._dispatcher.rebind(tracked, now)
+        if rebound is None:
+            return self.again(tracked, f"{lost.id} {how}", now)
+        tracked.last_fault = f"{lost.id} {how}"
+        return rebound
+
+    def again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
+        """Back to the queue with what the front has; the present attempt is told to end."""
+        tracked.last_fault = why
+        said = self.abort_holders(tracked, why)
+        tracked.fruitless += 1
+        if tracked.fruitless >= MAX_FRUITLESS:
+            stage = f"given up in {tracked.life.phase} after {tracked.fruitless} attempts without a token"
+            return said + self.fail(tracked, "RequestFailed", f"{stage}: {why}", now)
+        self._counters.add("requests_migrated_total")
+        self._dispatcher.take_back(tracked)
+        tracked.life.move(Phase.WAITING, now)
+        self._dispatcher.enqueue(tracked, now)
+        return said
+
+    def abort_holders(self, tracked: Tracked, reason: str) -> list[Effect]:
+        return [ToWorker(worker, Abort(*tracked.key, reason)) for worker in tracked.holders]
+
+    def fail(self, tracked: Tracked, error: str, reason: str, now: float) -> list[Effect]:
+        ended = RequestEnded(tracked.id, error, reason)
+        return [ToFront(tracked.request.front, ended), *self.end(tracked, Phase.FAILED, now)]
+
+    def end(self, tracked: Tracked, phase: Phase, now: float) -> list[Effect]:
+        """The one end of a request."""
+        if tracked.life.phase is Phase.WAITING:
+            self._queue.remove(tracked.id)
+        self._dispatcher.release(tracked)
+        tracked.life.move(phase, now)
+        self._tracker.end(tracked)
+        return []
