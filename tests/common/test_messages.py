@@ -118,7 +118,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
             TokenRow(ID, ATTEMPT, 2, ()),
         ),
     },
-    "Submit": {"request": REQUEST, "deadline_s": 2.0},
+    "Submit": {"requests": (REQUEST, REQUEST), "deadline_s": 2.0},
     "Rejected": {"error": "NotAdmitted", "reason": "full", "retry_after_s": 2.0},
     "Progress": {"rows": ((ID, 0, (4, 5)),), "gaps": ((ID, ATTEMPT),)},
     "CancelRequest": {"reason": "client left"},
