@@ -17,17 +17,17 @@ CHECK_EVERY = 64
 """A decoding slot's whole context is checked each time it has grown by so many tokens, and at every chunk."""
 
 
-def next_token(last: int, length: int) -> int:
-    """What follows `length` tokens of which `last` is the last."""
-    return (last * 31 + length * 7 + 1) % VOCABULARY
+def next_token(last: int, length: int, child: int = 0) -> int:
+    """What follows `length` tokens of which `last` is the last, in this choice."""
+    return (last * 31 + length * 7 + 1 + child * 13) % VOCABULARY
 
 
-def continuation(prompt: list[int], count: int) -> list[int]:
+def continuation(prompt: list[int], count: int, child: int = 0) -> list[int]:
     """The `count` tokens that every path must give after `prompt`."""
     tokens: list[int] = []
     last, length = prompt[-1], len(prompt)
     for _ in range(count):
-        last = next_token(last, length)
+        last = next_token(last, length, child)
         length += 1
         tokens.append(last)
     return tokens
@@ -48,6 +48,7 @@ NO_TOKEN = Row(())
 class _Slot:
     blocks: list[int]
     tokens: list[int]  # what the slot has been told: at its joining, then row by row
+    child: int
 
 
 class VirtualModel:
@@ -61,7 +62,7 @@ class VirtualModel:
         for slot in batch.left:
             self._slots[slot] = None
         for joined in batch.joined:
-            self._slots[joined.slot] = _Slot(list(joined.blocks), list(joined.tokens))
+            self._slots[joined.slot] = _Slot(list(joined.blocks), list(joined.tokens), joined.sampling.child)
         for slot, blocks in batch.grown:
             self._held(slot).blocks += blocks
         if batch.num_tokens == len(batch.slots) and all(batch.samples):
@@ -81,7 +82,7 @@ class VirtualModel:
                 held.tokens.append(token)
             else:
                 self._write(held, start, token)
-            results.append(Row(((token * 31 + start * 7 + 8) % VOCABULARY,)))
+            results.append(Row(((token * 31 + start * 7 + 8 + held.child * 13) % VOCABULARY,)))
         return results
 
     def _rows(self, batch: Batch) -> list[RowResult]:
@@ -95,7 +96,8 @@ class VirtualModel:
             for offset, token in enumerate(ids):
                 self._write(held, start + offset, token)
             self._check(held, start + count)
-            results.append(Row((next_token(ids[-1], start + count),)) if samples else NO_TOKEN)
+            token = next_token(ids[-1], start + count, held.child)
+            results.append(Row((token,)) if samples else NO_TOKEN)
         return results
 
     def _held(self, slot: int) -> _Slot:

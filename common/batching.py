@@ -176,15 +176,21 @@ class BatchingCore:
 
     def hash_prompt(self, seq: Sequence) -> list[bytes]:
         """Prefix hashes of the complete blocks of everything the sequence holds."""
-        if self.prefix_caching:
+        if self._shares(seq):
             seq.seed = seq.seed or self._seed(seq.request)
             extend_chain(seq.chain, seq.seed, seq.tokens, self.block_size)
         return seq.chain
 
+    def _shares(self, seq: Sequence) -> bool:
+        """Choices of one prompt share it also where prefix caching is off: they are one request to the user."""
+        return self.prefix_caching or seq.request.leader != ""
+
     def _seed(self, request: Request) -> bytes:
-        """Who shares: everybody, or with `tenant_scope` each tenant; `cache_salt` narrows it further."""
+        """Who shares: everybody, or with `tenant_scope` each tenant; `cache_salt` narrows it further. Without prefix
+        caching, each family for itself."""
         whose = request.tenant if self._tenant_scope else ""
-        return seed_hash(self._fingerprint, request.cache_salt, whose)
+        family = "" if self.prefix_caching else request.leader
+        return seed_hash(self._fingerprint, request.cache_salt, whose, family=family)
 
     def reserve(self, seq: Sequence, *, num_tokens: int, usable_hits: int) -> bool:
         """Takes blocks for `num_tokens` tokens, whole or not at all. False is "later".
@@ -221,7 +227,7 @@ class BatchingCore:
     def publish(self, seq: Sequence) -> None:
         """Offers the sequence's complete, computed blocks to the prefix cache."""
         complete = seq.num_computed // self.block_size
-        if not self.prefix_caching or complete <= seq.published:
+        if complete <= seq.published or not self._shares(seq):
             return
         self.hash_prompt(seq)
         for index in range(seq.published, complete):

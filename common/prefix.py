@@ -16,10 +16,12 @@ HASH_BYTES = 16
 _VERSION = b"kvferry-prefix-1"
 
 
-def seed_hash(fingerprint: str, salt: str = "", tenant: str = "", adapter: str = "") -> bytes:
-    """Parent of a prompt's first block."""
+def seed_hash(
+    fingerprint: str, salt: str = "", tenant: str = "", adapter: str = "", family: str = ""
+) -> bytes:
+    """Parent of a prompt's first block. `family` names one request's choices, where only they may share."""
     digest = blake2b(_VERSION, digest_size=HASH_BYTES)
-    for part in (fingerprint, salt, tenant, adapter):
+    for part in (fingerprint, salt, tenant, adapter, family):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()

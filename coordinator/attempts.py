@@ -51,15 +51,26 @@ class Attempts:
             tracked.life.move(Phase.PREFILLING, now)
         if tracked.life.phase is Phase.PREFILLING:
             tracked.life.move(Phase.KV_READY if tracked.prefill is not None else Phase.DECODING, now)
+        if tracked.prefill is None:
+            self._prompt_found_at(tracked, now)
 
     def owned(self, tracked: Tracked, now: float) -> None:
         """The decode worker holds all of it now."""
         tracked.command = None
         tracked.handed_over = True
         self._dispatcher.prompt_done(tracked)
+        self._prompt_found_at(tracked, now)
         for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
             if phase in REQUEST_MOVES[tracked.life.phase]:
                 tracked.life.move(phase, now)
+
+    def _prompt_found_at(self, tracked: Tracked, now: float) -> None:
+        """Its workers have the KV of its prompt: whoever waits for that in its family may go there."""
+        family = tracked.family
+        if family is not None and not tracked.request.follows:
+            family.prefill, family.decode = tracked.prefill, tracked.decode
+            held, family.held = family.held, []
+            self._dispatcher.let_go(family, held, now)
 
     # ------------------------------------------------------------ what time does
 
@@ -79,8 +90,15 @@ class Attempts:
         return []
 
     def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
-        """A deadline is for the first token; who has that waits as long as anybody may."""
+        """A deadline is for the first token; who has that waits as long as anybody may. So does a follower, once while
+        it is held (its leader may need as long) and once in line, and there again whenever one of its family ends: more
+        than a batch holds come in waves."""
         waited_s = tracked.life.seconds_in(Phase.WAITING, now)
+        family = tracked.family
+        if family is not None and tracked.request.follows:
+            waited_s = min(waited_s, now - family.moved_at)
+            if waited_s >= self._max_wait_s and self._dispatcher.let_go(family, [tracked.id], now):
+                return []
         late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
         if not late and waited_s < self._max_wait_s:
             return []
@@ -148,5 +166,8 @@ class Attempts:
             self._queue.remove(tracked.id)
         self._dispatcher.release(tracked)
         tracked.life.move(phase, now)
+        if phase is Phase.FINISHED and tracked.family is not None:
+            tracked.family.moved_at = now
+            self._prompt_found_at(tracked, now)
         self._tracker.end(tracked)
         return []

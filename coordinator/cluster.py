@@ -51,7 +51,7 @@ from coordinator.attempts import Attempts
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
-from coordinator.tracker import Tracked, Tracker
+from coordinator.tracker import Family, Tracked, Tracker
 
 
 class Cluster:
@@ -100,9 +100,21 @@ class Cluster:
             return [ToFront(main.front, rejection)]
         deadline = None if message.deadline_s is None else now + message.deadline_s
         for request in message.requests:
-            assert self.tracker.get(request.request_id) is None, "request ids are minted once"
-            self._dispatcher.enqueue(self.tracker.new(request, deadline, now), now)
+            self._admit(request, deadline, now)
+        first = self.tracker.get(main.request_id)
+        assert first is not None
+        first.choices = tuple(request.request_id for request in message.requests[1:])
         return [ToFront(main.front, Admitted(main.request_id)), *self._dispatcher.give_out(now)]
+
+    def _admit(self, request: Request, deadline: float | None, now: float) -> None:
+        assert self.tracker.get(request.request_id) is None, "request ids are minted once"
+        leader = self.tracker.get(RequestId(request.leader)) if request.follows else None
+        if leader is not None and leader.family is not None:  # its first token is not the request's first
+            self._dispatcher.hold(self.tracker.new(request, None, now), leader.family, now)
+            return
+        tracked = self.tracker.new(request, deadline, now)
+        tracked.family = Family(moved_at=now) if request.leader else None
+        self._dispatcher.enqueue(tracked, now)
 
     def _rejection(self, requests: Sequence[Request]) -> Rejected | None:
         def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
@@ -120,7 +132,7 @@ class Cluster:
             asked = f"{longest.prompt_tokens} prompt tokens and {longest.sampling.max_tokens} output tokens"
             why = f"{asked} do not fit the limit of {limit} tokens"
             return no("BadRequest", why, code="context_length_exceeded")
-        tokens = sum(request.prompt_tokens for request in requests)
+        tokens = sum(1 if request.follows else request.prompt_tokens for request in requests)
         never = self.queue.never_fits(len(requests), tokens)
         if never is not None:
             return no("BadRequest", never, code="too_many_choices")

@@ -10,15 +10,20 @@ from __future__ import annotations
 from common.effects import Effect, ToWorker
 from common.lifecycle import Phase
 from common.messages import Decode, Message, Prefill, Rebind
-from common.request import Attempt, pack_ids
+from common.request import Attempt, RequestId, pack_ids
 from coordinator.queue import Entry, WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
-from coordinator.tracker import NO_ATTEMPT, Tracked, Tracker
+from coordinator.tracker import NO_ATTEMPT, Family, Tracked, Tracker
 
 MAX_PASSES = 64
 LOOK_AHEAD = 32  # entries of the queue that are looked at in one go …
 MAX_BLOCKED = 8  # … as long as no more than these found no room
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """What so many new tokens take of a decode worker: they may begin and end inside a block, and grow by one."""
+    return tokens // block_size + 2
 
 
 class Dispatcher:
@@ -49,9 +54,26 @@ class Dispatcher:
     # ------------------------------------------------------------ the queue
 
     def enqueue(self, tracked: Tracked, now: float) -> None:
-        entry = Entry(tracked.id, tracked.request.priority, tracked.arrival, tracked.tokens, since=now)
-        self._queue.push(entry)
+        self._queue.push(self._entry(tracked, now))
         self.room_made = True
+
+    def hold(self, tracked: Tracked, family: Family, now: float) -> None:
+        """A follower waits until `let_go` is called for its leader, or for itself."""
+        tracked.family = family
+        family.held.append(tracked.id)
+        self._queue.hold(self._entry(tracked, now))
+
+    def let_go(self, family: Family, held: list[RequestId], now: float) -> bool:
+        """Those of them that are held stand in line now; whether there was one."""
+        freed = [request_id for request_id in held if self._queue.let_go(request_id)]
+        if freed:
+            family.moved_at = now
+            self.room_made = True
+        return bool(freed)
+
+    def _entry(self, tracked: Tracked, now: float) -> Entry:
+        tokens = 1 if tracked.request.follows else tracked.tokens
+        return Entry(tracked.id, tracked.request.priority, tracked.arrival, tokens, since=now)
 
     def give_out(self, now: float) -> list[Effect]:
         """Gives out what workers have room for."""
@@ -101,13 +123,13 @@ class Dispatcher:
         """Another decode worker for a prompt that its prefill worker still holds; None when there is no other."""
         lost = tracked.decode
         target = self._router.pick_decode(
-            self._deciders(tracked), self._blocks(tracked, tracked.block_size), tracked.avoid
+            self._deciders(tracked), blocks_of(tracked.tokens, tracked.block_size), tracked.avoid
         )
         if target is None or target.id == lost or tracked.prefill is None:
             return None
         self.room_made = True
         self._router.release(tracked.id, None, lost)
-        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, tracked.block_size))
+        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
         tracked.decode = target.id
         tracked.seen_at = now
         address = target.card.address
@@ -145,18 +167,40 @@ class Dispatcher:
         prefillers = [w for w in self._registry.usable("prefill") if w.longest_tokens >= tracked.tokens]
         if not deciders:
             return None
-        blocks = self._blocks(tracked, deciders[0].card.block_size)
         if not prefillers:
-            local = self._router.pick_prefill(deciders, tracked.tokens, tracked.avoid)
-            if local is None or self._router.pick_decode([local], blocks, ()) is None:
+            local = self._pick_prefill(tracked, deciders)
+            if local is None or self._pick_decode(tracked, [local]) is None:
                 return None
             return None, local
-        decode = self._router.pick_decode(deciders, blocks, tracked.avoid)
-        prefill = self._router.pick_prefill(prefillers, tracked.tokens, tracked.avoid)
+        decode = self._pick_decode(tracked, deciders)
+        prefill = self._pick_prefill(tracked, prefillers)
         return None if decode is None or prefill is None else (prefill, decode)
 
-    def _blocks(self, tracked: Tracked, block_size: int) -> int:
-        return tracked.tokens // block_size + 2
+    def _pick_prefill(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
+        for worker in self._near(tracked, workers):
+            tokens = tracked.to_compute(worker.id, worker.card.block_size)
+            if self._router.pick_prefill([worker], tokens, ()) is not None:
+                return worker
+        return self._router.pick_prefill(workers, tracked.tokens, tracked.avoid)
+
+    def _pick_decode(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
+        for worker in self._near(tracked, workers):
+            if self._router.pick_decode([worker], self._blocks(tracked, worker), ()) is not None:
+                return worker
+        blocks = blocks_of(tracked.tokens, workers[0].card.block_size)
+        return self._router.pick_decode(workers, blocks, tracked.avoid)
+
+    def _near(self, tracked: Tracked, workers: list[Worker]) -> list[Worker]:
+        """The one among them where a follower finds its prompt's KV, if nothing speaks against it."""
+        family = tracked.family
+        if family is None or not tracked.request.follows:
+            return []
+        has_it = (family.prefill, family.decode)
+        return [w for w in workers if w.id in has_it and w.id not in tracked.avoid]
+
+    def _blocks(self, tracked: Tracked, worker: Worker) -> int:
+        block_size = worker.card.block_size
+        return blocks_of(tracked.to_compute(worker.id, block_size), block_size)
 
     def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> list[Effect]:
         self._attempt = Attempt(self._attempt + 1)
@@ -169,8 +213,9 @@ class Dispatcher:
         tracked.passes = 0
         tracked.seen_at = tracked.dispatched_at = now
         tracked.life.move(Phase.QUEUED, now)
-        blocks = self._blocks(tracked, tracked.block_size)
-        self._router.assign(tracked.id, tracked.prefill or decode.id, decode.id, tracked.tokens, blocks)
+        computer = prefill or decode
+        tokens = tracked.to_compute(computer.id, tracked.block_size)
+        self._router.assign(tracked.id, computer.id, decode.id, tokens, self._blocks(tracked, decode))
         outputs = pack_ids(tracked.outputs)
         if prefill is None:
             return self.command(tracked, Decode(*tracked.key, tracked.request, outputs), now)

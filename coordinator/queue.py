@@ -1,7 +1,8 @@
 """The coordinator's queue: the only long queue in the system, bounded by requests and by prompt tokens. Pure.
 
 Order: class (lower priority number first), then arrival. A request that goes back (next attempt) keeps its
-arrival, so it stands before everything that came after it.
+arrival, so it stands before everything that came after it. One that waits for another's prompt is held: it counts,
+but is not in line until it is let go.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class WaitingQueue:
         self._max_tokens = max_tokens
         self._entries: list[Entry] = []
         self._by_id: dict[RequestId, Entry] = {}
+        self._held: dict[RequestId, Entry] = {}
         self.tokens = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._held)
 
     def never_fits(self, requests: int, tokens: int) -> str | None:
         """Why so many requests at once, with so many prompt tokens in all, could not even wait here alone."""
@@ -51,34 +53,53 @@ class WaitingQueue:
     def full_for(self, requests: int, tokens: int) -> str | None:
         """Why so many new requests, with so many prompt tokens in all, cannot wait here now, or None. One request
         always can wait alone."""
-        waiting = len(self._entries)
+        waiting = len(self)
         if waiting + requests > self._max_requests:
             return f"{waiting} requests are waiting, the limit is {self._max_requests}"
-        if self._entries and self.tokens + tokens > self._max_tokens:
+        if waiting and self.tokens + tokens > self._max_tokens:
             return f"{self.tokens} prompt tokens are waiting, the limit is {self._max_tokens}"
         return None
 
     def push(self, entry: Entry) -> None:
-        assert entry.id not in self._by_id
+        assert entry.id not in self._by_id and entry.id not in self._held
         insort(self._entries, entry, key=_order)
         self._by_id[entry.id] = entry
         self.tokens += entry.tokens
 
+    def hold(self, entry: Entry) -> None:
+        """Not in line yet: `let_go` puts it there."""
+        assert entry.id not in self._by_id and entry.id not in self._held
+        self._held[entry.id] = entry
+        self.tokens += entry.tokens
+
+    def let_go(self, request_id: RequestId) -> bool:
+        """False if it is not held (any more)."""
+        entry = self._held.pop(request_id, None)
+        if entry is None:
+            return False
+        self.tokens -= entry.tokens
+        self.push(entry)
+        return True
+
     def ahead(self, count: int) -> list[Entry]:
-        """The first `count` entries, in order; a copy."""
+        """The first `count` entries in line, in order; a copy."""
         return self._entries[:count]
 
     def first(self) -> Entry | None:
         return self._entries[0] if self._entries else None
 
     def remove(self, request_id: RequestId) -> Entry | None:
+        """Takes it out, in line or held."""
         entry = self._by_id.pop(request_id, None)
         if entry is not None:
             # Orders are unique (an arrival is), so the place is exact; most often it is the first.
             del self._entries[bisect_left(self._entries, entry.order, key=_order)]
+        else:
+            entry = self._held.pop(request_id, None)
+        if entry is not None:
             self.tokens -= entry.tokens
         return entry
 
     def age_s(self, now: float) -> float:
         """How long the longest-waiting entry has stood here."""
-        return max((now - entry.since for entry in self._entries), default=0.0)
+        return max((now - entry.since for entry in (*self._entries, *self._held.values())), default=0.0)

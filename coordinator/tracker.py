@@ -14,6 +14,17 @@ NO_ATTEMPT = Attempt(0)
 
 
 @dataclass(slots=True)
+class Family:
+    """The choices of one prompt. The first, their leader, computes it; the others are held in the queue until its KV
+    can be found, and then prefer the workers that have it."""
+
+    held: list[RequestId] = field(default_factory=list)
+    prefill: WorkerId | None = None  # where the KV is, once it is
+    decode: WorkerId | None = None
+    moved_at: float = 0.0  # when the others were let go, or one of them last ended: they may come in waves
+
+
+@dataclass(slots=True)
 class Tracked:
     """One request. `outputs` is what the front has accepted: where a next attempt starts."""
 
@@ -40,6 +51,8 @@ class Tracked:
     avoid: set[WorkerId] = field(default_factory=set)
     ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)
     last_fault: str = ""
+    family: Family | None = None
+    choices: tuple[RequestId, ...] = ()  # of the first of a group: those that came with it
     prompt_tokens: int = 0  # of an ended one, like the next: its ids are gone
     output_tokens: int = 0
 
@@ -60,6 +73,13 @@ class Tracked:
     def tokens(self) -> int:
         """Prompt and accepted output: what a next attempt prefills."""
         return self.request.prompt_tokens + len(self.outputs)
+
+    def to_compute(self, worker: WorkerId, block_size: int) -> int:
+        """What is left of these at a worker where a follower finds the whole blocks of its family's prompt."""
+        family = self.family
+        if family is None or not self.request.follows or worker not in (family.prefill, family.decode):
+            return self.tokens
+        return self.tokens - (self.request.prompt_tokens - 1) // block_size * block_size
 
 
 class Tracker:
@@ -97,6 +117,7 @@ class Tracker:
         """Moves it to the memory of ended ones, which keeps numbers, not prompts: a thousand of those are large."""
         del self._live[tracked.id]
         tracked.prompt_tokens, tracked.output_tokens = tracked.request.prompt_tokens, len(tracked.outputs)
+        tracked.family = None
         tracked.request = replace(tracked.request, prompt_ids=b"")
         tracked.outputs = []
         self._recent[tracked.id] = tracked
@@ -121,6 +142,7 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
     return {
         "id": t.id,
         "phase": str(t.life.phase),
+        "choices": list(t.choices),
         "attempts": t.attempts,
         "prompt_tokens": t.request.prompt_tokens or t.prompt_tokens,
         "output_tokens": len(t.outputs) or t.output_tokens,

@@ -192,3 +192,11 @@ def test_a_group_that_is_refused_leaves_nothing() -> None:
             await plane.plane.submit(many)
 
     played(scene)
+
+
+def test_the_first_ones_timeline_lists_the_others() -> None:
+    bench = ClusterBench("p0", "d0")
+    bench.submit(request("a"), request("a.1"), request("a.2"))
+    timeline, other = (bench.cluster.timeline(RequestId(name), 1.0) for name in ("a", "a.1"))
+    assert timeline is not None and timeline["choices"] == ["a.1", "a.2"]
+    assert other is not None and other["choices"] == []
