@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from common.errors import BadRequest, KvferryError, RequestFailed
-from common.messages import Admitted, FinishReason, Rejected, Sender, TokenRow, Tokens
+from common.messages import (
+    Accepted,
+    Admitted,
+    CancelRequest,
+    FinishReason,
+    Message,
+    Prefill,
+    Progress,
+    Rejected,
+    RequestEnded,
+    RequestFinished,
+    Sender,
+    Started,
+    TokenRow,
+    Tokens,
+)
 from common.request import (
     Attempt,
     Incarnation,
@@ -24,7 +40,7 @@ from coordinator.metrics import Metrics
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.streams import MailboxStream
-from tests.coordinator.cluster_bench import ClusterBench, card, request
+from tests.coordinator.cluster_bench import ClusterBench, address, card, request
 
 IDS = tuple(RequestId(name) for name in ("r", "r.1", "r.2"))
 
@@ -200,3 +216,77 @@ def test_the_first_ones_timeline_lists_the_others() -> None:
     timeline, other = (bench.cluster.timeline(RequestId(name), 1.0) for name in ("a", "a.1"))
     assert timeline is not None and timeline["choices"] == ["a.1", "a.2"]
     assert other is not None and other["choices"] == []
+
+
+# ---------------------------------------------------------------- a family's waits have limits
+
+
+def family(n: int, tokens: int = 20) -> list[Request]:
+    main = replace(request("a", tokens), leader="a")
+    return [main] + [
+        replace(main, request_id=RequestId(f"a.{child}"), sampling=SamplingParams(5, child=child))
+        for child in range(1, n)
+    ]
+
+
+def commands(told: list[tuple[str, Message]]) -> list[Prefill]:
+    return [message for _, message in told if isinstance(message, Prefill)]
+
+
+def test_followers_wait_for_the_leaders_prompt_but_not_for_ever() -> None:
+    bench = ClusterBench("p0", "d0")
+    (first,) = commands(bench.submit(*family(3)))
+    bench.say("p0", Accepted(*first.key, address("d0")))
+    for second in range(1, 120):
+        bench.beat_all((first.key, "kv_ready"), at=float(second))
+    assert not commands(bench.told[1:]) and bench.cluster.num_waiting() == 2
+    bench.beat_all((first.key, "kv_ready"), at=120.5)
+    assert [command.id for command in commands(bench.told[1:])] == ["a.1", "a.2"]
+
+
+def test_followers_go_when_the_decode_worker_has_the_prompt_and_not_before() -> None:
+    bench = ClusterBench("p0", "d0")
+    (first,) = commands(bench.submit(*family(3)))
+    bench.say("p0", Accepted(*first.key, address("d0")))
+    assert not bench.say("p0", Started(*first.key, "prefilling"))
+    assert not bench.front(Progress(((first.id, 0, (7,)),))), (
+        "the first token is out, the KV is not there yet"
+    )
+    told = bench.say("d0", Started(*first.key, "decode_ready"))
+    assert [command.id for command in commands(told)] == ["a.1", "a.2"]
+
+
+def test_in_waves_each_end_gives_the_others_their_time_again() -> None:
+    """Five blocks: the leader takes three, a follower two. The last one gets no room for a long time."""
+    bench = ClusterBench("p0")
+    bench.join("d0", blocks=5)
+    (first,) = commands(bench.submit(*family(4)))
+    bench.say("p0", Accepted(*first.key, address("d0")))
+    bench.front(Progress(((first.id, 0, (7,)),)))
+    (second,) = commands(bench.say("d0", Started(*first.key, "decode_ready")))
+    live = [(first.key, "decoding"), (second.key, "decoding")]
+    for key in (first.key, second.key):
+        bench.say("p0", Accepted(*key, address("d0")))
+    for at in range(1, 100):
+        bench.beat_all(*live, at=float(at))
+    (third,) = commands(bench.front(RequestFinished(first.id, "length")))
+    bench.say("p0", Accepted(*third.key, address("d0")))
+    live = [(second.key, "decoding"), (third.key, "decoding")]
+    for at in range(100, 218):
+        bench.beat_all(*live, at=float(at))
+    assert not [said for said in bench.fronts if isinstance(said, RequestEnded)]
+    bench.beat_all(*live, at=220.0)
+    (ended,) = [said for said in bench.fronts if isinstance(said, RequestEnded)]
+    assert (ended.id, ended.error) == ("a.3", "DeadlinePassed")
+
+
+def test_what_is_held_counts_in_the_queue() -> None:
+    bench = ClusterBench("p0", "d0", max_requests=5)
+    bench.submit(*family(5))
+    bench.submit(request("b"), request("c"))
+    assert isinstance(bench.fronts[-1], Rejected) and bench.fronts[-1].error == "NotAdmitted"
+    assert bench.cluster.queue.age_s(3.0) == 3.0
+    for child in ("a.1", "a", "a.2", "a.3", "a.4"):
+        bench.front(CancelRequest(RequestId(child), "left"))
+    bench.check_settled()
+    assert bench.cluster.queue.tokens == 0
