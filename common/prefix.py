@@ -21,7 +21,7 @@ def seed_hash(
 ) -> bytes:
     """Parent of a prompt's first block. `family` names one request's choices, where only they may share."""
     digest = blake2b(_VERSION, digest_size=HASH_BYTES)
-    for part in (fingerprint, salt, tenant, adapter, family):
+    for part in (fingerprint, salt, tenant, adapter, *([family] if family else ())):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()

@@ -69,8 +69,7 @@ class Attempts:
         family = tracked.family
         if family is not None and not tracked.request.follows:
             family.prefill, family.decode = tracked.prefill, tracked.decode
-            held, family.held = family.held, []
-            self._dispatcher.let_go(family, held, now)
+            self._dispatcher.let_go(family, now)
 
     # ------------------------------------------------------------ what time does
 
@@ -97,7 +96,7 @@ class Attempts:
         family = tracked.family
         if family is not None and tracked.request.follows:
             waited_s = min(waited_s, now - family.moved_at)
-            if waited_s >= self._max_wait_s and self._dispatcher.let_go(family, [tracked.id], now):
+            if waited_s >= self._max_wait_s and self._dispatcher.let_go(family, now):
                 return []
         late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
         if not late and waited_s < self._max_wait_s:

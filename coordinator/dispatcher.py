@@ -10,7 +10,7 @@ from __future__ import annotations
 from common.effects import Effect, ToWorker
 from common.lifecycle import Phase
 from common.messages import Decode, Message, Prefill, Rebind
-from common.request import Attempt, RequestId, pack_ids
+from common.request import Attempt, pack_ids
 from coordinator.queue import Entry, WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
@@ -58,13 +58,14 @@ class Dispatcher:
         self.room_made = True
 
     def hold(self, tracked: Tracked, family: Family, now: float) -> None:
-        """A follower waits until `let_go` is called for its leader, or for itself."""
+        """A follower waits until its family is let go."""
         tracked.family = family
         family.held.append(tracked.id)
         self._queue.hold(self._entry(tracked, now))
 
-    def let_go(self, family: Family, held: list[RequestId], now: float) -> bool:
-        """Those of them that are held stand in line now; whether there was one."""
+    def let_go(self, family: Family, now: float) -> bool:
+        """Whoever of it is held stands in line now; whether there was one."""
+        held, family.held = family.held, []
         freed = [request_id for request_id in held if self._queue.let_go(request_id)]
         if freed:
             family.moved_at = now
