@@ -126,7 +126,10 @@ class Front:
         """A row that starts at or before the next index."""
         known = stream.next_index - row.first
         if known > len(row.ids) or (known == len(row.ids) and row.finish is None):
-            return  # said before
+            if row.cached_tokens:
+                # The tokens were said before; that the decode worker had more of the prompt was not.
+                deltas.append(Delta(row.id, (), None, None, row.cached_tokens))
+            return
         new = row.ids[known:] if known else row.ids
         if new:
             progress.append((row.id, stream.next_index, new))

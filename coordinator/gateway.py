@@ -19,7 +19,8 @@ class TokenDelta:
     """New output tokens of one request, in order, none missing, none twice.
 
     `logprobs` has one entry per id when they were asked for. `finish` is set on the last delta (which may have no
-    ids). `cached_tokens` is the number of prompt tokens found in prefix caches, known from the first delta on.
+    ids). `cached_tokens` is the number of prompt tokens found in a prefix cache, the longer one's where both workers
+    had some: the prefill worker's from the first delta on, the decode worker's from soon after.
     `choice` is the request's place in the group it was submitted in. `prompt_logprobs` continue those of earlier
     deltas, from prompt token 1 on; they are complete before the first delta with ids.
     """

@@ -58,9 +58,8 @@ class MailboxStream:
     # ------------------------------------------------------------ for the cluster's side
 
     def put(self, choice: int, delta: Delta) -> None:
-        if delta.cached_tokens is not None:
-            self._cached_tokens.setdefault(choice, delta.cached_tokens)
-        cached_tokens = self._cached_tokens.get(choice, 0)
+        cached_tokens = max(self._cached_tokens.get(choice, 0), delta.cached_tokens or 0)
+        self._cached_tokens[choice] = cached_tokens
         self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, cached_tokens, choice))
         if delta.finish is not None:
             self.ended(choice)

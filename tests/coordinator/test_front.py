@@ -164,3 +164,11 @@ def test_any_order_any_doubling_any_cut(seed: int) -> None:
     assert (bench.ids, bench.finish) == (answer, "length")
     assert bench.progress == answer
     assert sum(isinstance(message, RequestFinished) for message in bench.heard) == 1
+
+
+def test_what_the_decode_worker_had_cached_is_said_though_its_token_is_known() -> None:
+    bench = Bench()
+    rows = [TokenRow(A, Attempt(1), 0, (5,), None, None, cached) for cached in (48, 64)]
+    heard = [bench.front.accept(Tokens(seq, (row,)), "w", 1, 0.0) for seq, row in enumerate(rows, 1)]
+    assert [[(d.ids, d.cached_tokens) for d in deltas] for deltas, _ in heard] == [[((5,), 48)], [((), 64)]]
+    assert heard[1][1] == [], "the coordinator hears of tokens only"

@@ -40,9 +40,9 @@ def witnessed(shared: Service, text_ids: list[int]) -> dict[str, Any]:
     return witness(shared, text_ids)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(shared: Service, text_ids: list[int], witnessed: dict[str, Any]) -> Iterator[Service]:
-    """The shared service; when the test is over its workers are the same processes, they are idle, and the
+    """The shared service; when the file's tests are over its workers are the same processes, they are idle, and the
     witness says what it said."""
     yield shared
     shared.until_idle()

@@ -31,7 +31,9 @@ class Service:
 
     def __init__(self, log: Path, *flags: str) -> None:
         self._log = log
-        self._client = httpx.Client(verify=False, trust_env=False, timeout=120)
+        self.key = flags[flags.index("--api-key") + 1] if "--api-key" in flags else ""
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        self._client = httpx.Client(verify=False, trust_env=False, timeout=120, headers=headers)
         started = time.monotonic()
         with log.open("wb") as out:
             self.launcher = subprocess.Popen(
@@ -153,6 +155,16 @@ def completion(prompt: str | list[int], **fields: Any) -> dict[str, Any]:
 def chat(question: str, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
+
+
+def strict_json(text: str) -> dict[str, Any]:
+    """What Python's parser takes beside JSON (NaN, Infinity) fails."""
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found: dict[str, Any] = json.loads(text, parse_constant=no_constant)
+    return found
 
 
 @contextmanager

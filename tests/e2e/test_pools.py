@@ -155,20 +155,23 @@ PHASES = ("waiting", "queued", "prefilling", "kv_ready", "decode_ready", "decodi
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_killed_worker_is_replaced_and_its_streams_go_on(
+def test_BR_089_a_killed_worker_is_replaced_and_its_streams_go_on(
     role: str, service: Service, text_ids: list[int]
 ) -> None:
-    """Five streams; their text is as if nothing had happened."""
+    """Five streams, and one that a stop string ends; their text is as if nothing had happened."""
     prompts = [text_ids[40 * i : 40 * i + 60] for i in range(5)]
     fields: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
     alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
+    stop = alone[0][-4:]
+    alone.append(alone[0][: alone[0].index(stop)])
     victim = next(row for row in service.workers() if row["role"] == role)
     heard = threading.Event()
-    with ThreadPoolExecutor(5) as threads:
+    with ThreadPoolExecutor(6) as threads:
         running = [
             threads.submit(streamed, service.url, prompt, lambda _: heard.set(), **fields)
             for prompt in prompts
         ]
+        running.append(threads.submit(streamed, service.url, prompts[0], stop=[stop], **fields))
         assert heard.wait(60)
         os.kill(victim["pid"], signal.SIGKILL)
         assert [one.result() for one in running] == alone
