@@ -275,6 +275,24 @@ def test_BR_111_one_id_for_many_requests(undisturbed: Service, text_ids: list[in
     assert len({answer.json()["id"] for answer in answers}) == 8
 
 
+def test_BR_111_every_route_and_every_error_says_the_name_back(undisturbed: Service) -> None:
+    routes = undisturbed.get("/openapi.json")["paths"]
+    assert {"/v1/completions", "/health", "/metrics", "/admin/workers"} <= routes.keys()
+    asked = [(method, path) for path, methods in routes.items() for method in methods]
+    asked += [("get", "/nope"), ("get", "/v1/completions"), ("delete", "/v1/models"), ("options", "/health")]
+    statuses = set()
+    with httpx.Client(base_url=undisturbed.url, verify=False, headers={"x-request-id": "mine"}) as client:
+        for method, path in asked:
+            for body in (b"", b"{", b'{"model": "none"}', b'{"x": 1}'):
+                answer = client.request(method, path, content=body)
+                assert answer.headers.get_list("x-request-id") == ["mine"], (method, path)
+                assert answer.status_code < 500, (method, path, answer.text)
+                statuses.add(answer.status_code)
+                if answer.status_code >= 400:
+                    assert answer.json()["error"]["code"], (method, path)
+    assert {200, 400, 404, 405, 422} <= statuses
+
+
 def test_BR_114_logprobs_of_an_answer_of_emoji(undisturbed: Service) -> None:
     """Bytes of an emoji are all that it may say; what they make may be text or not."""
     biases = {"10813": 90, "242": 90, "218": 90}
