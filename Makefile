@@ -12,6 +12,8 @@ ARGS ?=
 # Path or name of a Python >= 3.11, if the first one found is not the wanted one.
 PYTHON ?=
 PYTEST_ARGS ?=
+# Some of the clients of `make clients`; all of them where nothing is said.
+ONLY ?=
 TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
 
 VENV := .venv
@@ -20,16 +22,17 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test lint format clean
+.PHONY: help serve test clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve    the whole service on this machine, with the default model'
 	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
+	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   lets ruff lay out the code'
-	@echo 'make clean    removes .venv, caches and build products; the converted model stays'
+	@echo 'make clean    removes the venvs, caches and build products; the converted model stays'
 
 serve: $(VENV)/.ready-to-serve
 	@exec $(RUN) -m coordinator.cli serve --port $(PORT) --prefill $(PREFILL) --decode $(DECODE) \
@@ -45,6 +48,9 @@ else
 	@echo '== tests of whole services, which want the cores for themselves'
 	@$(RUN) -m pytest $(TESTS_OF_SERVICES)
 endif
+
+clients: $(VENV)/.ready-to-test
+	@$(RUN) -m tests.clients.run $(ONLY)
 
 lint: $(VENV)/.ready-to-test
 	@echo '== ruff check'
@@ -84,6 +90,6 @@ $(VENV)/bin/python:
 	exit 1
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.so' -not -path './.git/*' -delete

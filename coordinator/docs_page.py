@@ -127,9 +127,14 @@ def _answer_row(document: Schema, status: str, answer: Schema) -> tuple[str, str
         answer = document["components"]["responses"][answer["$ref"].rsplit("/", 1)[1]]
     kinds = []
     for media, content in answer["content"].items():
-        inside = f", each event {_type(content['x-event'])}" if "x-event" in content else ""
-        kinds.append(f"{_code(media)}: {_type(content['schema'])}{inside}")
+        kinds.append(f"{_code(media)}: {_event(content['schema']) or _type(content['schema'])}")
     return status, _text(answer["description"]), "<br>".join(kinds)
+
+
+def _event(schema: Schema) -> str:
+    """What the data of each event is; empty where the schema is not one of events."""
+    kinds = schema.get("properties", {}).get("data", {}).get("anyOf", ())
+    return " or ".join(_type(kind.get("contentSchema", kind)) for kind in kinds)
 
 
 # ---------------------------------------------------------------- objects

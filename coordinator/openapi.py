@@ -111,6 +111,12 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("get", "/docs", "This document as a page", "text/html"),
 )
 
+TIMELINE_OF_ANSWER: Final = {
+    "operationId": "get_admin_requests_request_id",
+    "parameters": {"request_id": "$response.body#/id"},
+    "description": "How the request went through the cluster.",
+}
+
 PARAMETERS: Final[Mapping[str, str]] = {
     "name": "Name of a served model.",
     "request_id": "The id of an answer.",
@@ -273,21 +279,32 @@ def example(route: Route, served_models: Sequence[str]) -> dict[str, Any]:
 
 
 def _answered(route: Route) -> dict[str, Any]:
-    schema: dict[str, Any]
     if isinstance(route.answer, str):
-        content = {route.answer: {"schema": {"type": "object" if route.answer == JSON else "string"}}}
+        content: dict[str, Any] = {
+            route.answer: {"schema": {"type": "object" if route.answer == JSON else "string"}}
+        }
     else:
         schema = {"type": "array", "items": _ref(route.answer)} if route.many else _ref(route.answer)
         content = {JSON: {"schema": schema}}
     if route.event is not None:
-        # OpenAPI 3.1 has no word for the items of a stream.
-        content[SSE] = {**_TEXT, "x-event": _ref(route.event)}
+        content[SSE] = {"schema": _event(route.event)}
     return {
         "description": "The answer"
         + ("; with stream, as events of the schema x-event." if route.event else "."),
         "headers": _headers({}),
         "content": content,
     }
+
+
+def _event(cls: type[BaseModel]) -> dict[str, Any]:
+    """One event of a stream; OpenAPI 3.1 has a schema for the whole body only, and readers take it as this."""
+    chunk = {"contentMediaType": JSON, "contentSchema": _ref(cls)}
+    data = {
+        "type": "string",
+        "anyOf": [{"const": "[DONE]"}, chunk],
+        "description": "A chunk as JSON; [DONE] ends the stream.",
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _headers(more: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,8 +132,9 @@ def test_it_is_a_sound_document() -> None:
             place = said
             for step in ref.removeprefix("#/").split("/"):
                 place = place[step]
-        ids = list(every(said["paths"], "operationId"))
+        ids = [each["operationId"] for item in said["paths"].values() for each in item.values()]
         assert len(ids) == len(set(ids)) == len(ROUTES)
+        assert {link["timeline"]["operationId"] for link in every(said["paths"], "links")} < set(ids)
         for name, schema in said["components"]["schemas"].items():
             for field, each in schema.get("properties", {}).items():
                 assert each.get("description") or "$ref" in each, f"{name}.{field} is not described"

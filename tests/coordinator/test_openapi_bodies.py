@@ -2,7 +2,7 @@
 
 Bodies are made from the document, each field at its borders and beyond, then many fields at once, and given both to
 a JSON schema validator and to the code that reads requests. Where they differ, the reason is one that a schema
-cannot say: each is in `BEYOND`.
+cannot say: each is in `beyond_schema`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from coordinator.json_body import parse_object
 from coordinator.openapi import Facts, document
 from coordinator.request_builder import RequestBuilder
 from coordinator.tokenizer import Tokenizer
+from tests.coordinator.beyond_schema import BEYOND
 from tests.coordinator.schema_bodies import Bodies, validator
 from tests.coordinator.scripted_gateway import ScriptedGateway
 
@@ -29,21 +30,6 @@ TIERS = {"default": 0, "fast": -1}
 CONTEXT = 8192
 NUM_MIXED = 800
 LEAST_OF_EACH = 300
-
-BEYOND = (
-    # Rules between two fields.
-    r"^stream_options: needs stream to be true",
-    r"^top_logprobs: needs logprobs to be true",
-    r"^max_tokens: differs from max_completion_tokens",
-    r"^min_tokens: \d+ is more than the \d+ tokens",
-    r"^messages\[\d+\]: a message of role tool needs its tool_call_id",
-    r"the context of this server is",
-    # Bytes, where a schema counts characters.
-    r"is longer than 1024 bytes",
-    # Numbers written as strings, and what a template makes of a conversation.
-    r"^logit_bias: .* is not a token id of this model",
-    r"^messages: the chat template",
-)
 
 
 @pytest.mark.parametrize("name", ["ChatFields", "TextFields"])

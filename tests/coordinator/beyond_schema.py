@@ -1,0 +1,18 @@
+"""Why a body that fits the document may be refused all the same: what a JSON schema cannot say, as messages."""
+
+from __future__ import annotations
+
+BEYOND = (
+    # Rules between two fields.
+    r"^stream_options: needs stream to be true",
+    r"^top_logprobs: needs logprobs to be true",
+    r"^max_tokens: differs from max_completion_tokens",
+    r"^min_tokens: \d+ is more than the \d+ tokens",
+    r"^messages\[\d+\]: a message of role tool needs its tool_call_id",
+    r"the context of this server is",
+    # Bytes, where a schema counts characters.
+    r"is longer than 1024 bytes",
+    # Numbers written as strings, and what a template makes of a conversation.
+    r"^logit_bias: .* is not a token id of this model",
+    r"^messages: the chat template",
+)
