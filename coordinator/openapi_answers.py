@@ -322,6 +322,8 @@ class Timeline(Answer):
     """Its id."""
     phase: Phase
     """Where it is, or how it ended."""
+    choices: list[str]
+    """Ids of its other choices, each with a timeline of its own."""
     attempts: Count
     """How often it was given to workers."""
     prompt_tokens: Count

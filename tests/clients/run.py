@@ -90,7 +90,7 @@ def run_schemathesis(client: Client, service: Service) -> Outcome:
         [
             client.bin / "schemathesis", "run", f"{service.url}/openapi.json",
             "--checks", "all", "--max-examples", "20", "--seed", "1", "--workers", "4",
-            "--request-timeout", "30", "--generation-database", "none", "--no-color",
+            "--request-timeout", "60", "--max-response-time", "60", "--generation-database", "none", "--no-color",
             "--report-json-path", report,
         ],
         {"SCHEMATHESIS_HOOKS": "tests.clients.schemathesis_hooks"},
