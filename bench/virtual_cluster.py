@@ -95,6 +95,7 @@ class Answer:
     group: tuple[RequestId, ...]
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
     end: str | None = None  # finish reason, or the error's name, or "left"
 
@@ -240,9 +241,9 @@ class VirtualCluster:
         """What one client asks for at once: an answer for each, and if one fails the others are cancelled."""
         group = tuple(request.request_id for request in requests)
         answers = [Answer(self.now, group) for _ in requests]
-        for request_id, answer in zip(group, answers, strict=True):
-            self.answers[request_id] = answer
-            self.front.open(request_id)
+        for request, answer in zip(requests, answers, strict=True):
+            self.answers[request.request_id] = answer
+            self.front.open(request.request_id, request.scored_prompt_tokens)
         self._coordinator(self.cluster.submit(Submit(tuple(requests), deadline_s), self.now))
         return answers
 
@@ -362,9 +363,11 @@ class VirtualCluster:
             answer = self.answers[delta.id]
             assert answer.end is None, "a token after the end"
             answer.ids += delta.ids
+            answer.prompt_logprobs += delta.prompt_logprobs
             if delta.logprobs is not None:
                 answer.logprobs += delta.logprobs
-            answer.stamps.append(self.now)
+            if delta.ids:
+                answer.stamps.append(self.now)
             answer.end = delta.finish
         for message in heard:
             self._coordinator(self.cluster.from_front(message, self.now))

@@ -33,12 +33,21 @@ def continuation(prompt: list[int], count: int, child: int = 0) -> list[int]:
     return tokens
 
 
+def prompt_scores(prompt: list[int], first: int, end: int) -> tuple[TokenLogprobs, ...]:
+    """What every path must say of the prompt's tokens `first` to `end` - 1: a function of index and tokens so far."""
+    return tuple(
+        TokenLogprobs(-float((prompt[index - 1] * 31 + prompt[index] * 17 + index) % 1009))
+        for index in range(first, end)
+    )
+
+
 @dataclass(slots=True)
 class Row:
     """Not frozen: one is made for every token, and freezing would triple its cost."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 NO_TOKEN = Row(())
@@ -49,6 +58,8 @@ class _Slot:
     blocks: list[int]
     tokens: list[int]  # what the slot has been told: at its joining, then row by row
     child: int
+    prompt_len: int
+    scored: int  # prompt tokens that need no log-probability
 
 
 class VirtualModel:
@@ -62,7 +73,10 @@ class VirtualModel:
         for slot in batch.left:
             self._slots[slot] = None
         for joined in batch.joined:
-            self._slots[joined.slot] = _Slot(list(joined.blocks), list(joined.tokens), joined.sampling.child)
+            scored = joined.prompt_len if joined.sampling.prompt_logprobs is None else joined.scored
+            self._slots[joined.slot] = _Slot(
+                list(joined.blocks), list(joined.tokens), joined.sampling.child, joined.prompt_len, scored
+            )
         for slot, blocks in batch.grown:
             self._held(slot).blocks += blocks
         if batch.num_tokens == len(batch.slots) and all(batch.samples):
@@ -87,17 +101,21 @@ class VirtualModel:
 
     def _rows(self, batch: Batch) -> list[RowResult]:
         results: list[RowResult] = []
-        first = 0
+        at = 0
         for slot, start, count, samples in zip(
             batch.slots, batch.starts, batch.counts, batch.samples, strict=True
         ):
-            held, ids = self._held(slot), batch.token_ids[first : first + count]
-            first += count
+            held, ids = self._held(slot), batch.token_ids[at : at + count]
+            at += count
             for offset, token in enumerate(ids):
                 self._write(held, start + offset, token)
             self._check(held, start + count)
-            token = next_token(ids[-1], start + count, held.child)
-            results.append(Row((token,)) if samples else NO_TOKEN)
+            next_ids = (next_token(ids[-1], start + count, held.child),) if samples else ()
+            first, end = max(start + 1, held.scored), min(start + count + 1, held.prompt_len)
+            if first < end:
+                results.append(Row(next_ids, None, prompt_scores(held.tokens, first, end)))
+            else:
+                results.append(Row(next_ids) if samples else NO_TOKEN)
         return results
 
     def _held(self, slot: int) -> _Slot:

@@ -28,7 +28,12 @@ NO_SLOT = -1
 
 
 class Sequence:
-    """One request on this worker."""
+    """One request on this worker.
+
+    `scored` counts the prompt tokens whose log-probabilities are said; where none are asked for, it is all of them.
+    The first token has none. An attempt that starts with output tokens owes none either: the front takes no output
+    before the prompt's are complete.
+    """
 
     __slots__ = (
         "arrival",
@@ -48,6 +53,7 @@ class Sequence:
         "prompt_len",
         "published",
         "request",
+        "scored",
         "seed",
         "slot",
         "start_len",
@@ -63,6 +69,7 @@ class Sequence:
         self.prompt_len = len(self.tokens)
         self.tokens += unpack_ids(output_ids)
         self.start_len = len(self.tokens)
+        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or output_ids else 1
         self.max_outputs = request.sampling.max_tokens
         self.max_len = self.prompt_len + self.max_outputs
         self.end_token_ids = request.sampling.end_token_ids
@@ -79,6 +86,11 @@ class Sequence:
         self.arrival = arrival
         self.order = (request.priority, arrival)
         self.life = Life(phase, now)
+
+    @property
+    def owes_scores(self) -> bool:
+        """Prompt tokens from `scored` on have no log-probabilities yet, and are to have some."""
+        return self.scored < self.prompt_len
 
     @property
     def num_outputs(self) -> int:
@@ -99,6 +111,7 @@ class Joined:
     prompt_len: int
     blocks: Seq[int]
     sampling: SamplingParams
+    scored: int
 
 
 @dataclass(slots=True)
@@ -118,6 +131,7 @@ class Batch:
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     rows: list[Sequence] = field(default_factory=list)
+    scores: bool = False  # a row owes log-probabilities of its prompt
 
     @property
     def num_tokens(self) -> int:
@@ -125,12 +139,15 @@ class Batch:
 
 
 class RowResult(Protocol):
-    """What the runner says of one row: no ids where the row does not sample."""
+    """What the runner says of one row: no ids where the row does not sample. `prompt_logprobs` are those of the
+    sequence's next prompt tokens, where it owes them."""
 
     @property
     def ids(self) -> tuple[int, ...]: ...
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None: ...
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]: ...
 
 
 class BatchingCore:
@@ -195,9 +212,12 @@ class BatchingCore:
     def reserve(self, seq: Sequence, *, num_tokens: int, usable_hits: int) -> bool:
         """Takes blocks for `num_tokens` tokens, whole or not at all. False is "later".
 
-        Blocks of a cached prefix count, but not past `usable_hits` tokens.
+        Blocks of a cached prefix count, but not past `usable_hits` tokens, nor past the last token before one whose
+        log-probability is owed: only computing a token tells how likely the next one is.
         """
         assert not seq.blocks
+        if seq.owes_scores:
+            usable_hits = min(usable_hits, seq.scored - 1)
         hits = self.pool.match(self.hash_prompt(seq)[: usable_hits // self.block_size])
         self.pool.acquire(hits)
         fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(hits))
@@ -272,6 +292,7 @@ class BatchingCore:
         batch.counts.append(count)
         batch.samples.append(start + count == len(seq.tokens))
         batch.token_ids += seq.tokens[start : start + count]
+        batch.scores |= seq.owes_scores
         seq.in_batch = True
 
     def add_decode_rows(self, seqs: Seq[Sequence]) -> None:
@@ -294,7 +315,9 @@ class BatchingCore:
         batch.left, self._leaving = self._leaving, []
         batch.grown = [(slot, blocks) for slot, blocks in self._growing.items()]
         batch.joined = [
-            Joined(slot, tuple(seq.tokens), seq.prompt_len, tuple(seq.blocks), seq.request.sampling)
+            Joined(
+                slot, tuple(seq.tokens), seq.prompt_len, tuple(seq.blocks), seq.request.sampling, seq.scored
+            )
             for slot, seq in self._joining.items()
         ]
         self._growing = {}

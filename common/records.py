@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Literal, Protocol
 
-from common.batching import Batch, BatchingCore, Sequence
+from common.batching import Batch, BatchingCore, RowResult, Sequence
 from common.counters import Counters
 from common.effects import Effect, ToCoordinator
 from common.ledger import Ledger
-from common.messages import Ended, Heartbeat, Load, TokenRow
+from common.messages import Ended, Heartbeat, Load, PromptRow, TokenRow
 from common.outbox import Outbox
 from common.request import Key, TokenLogprobs
 
@@ -47,6 +48,18 @@ class Records:
     def prefix_lookup(self, seq: Sequence) -> None:
         self.counters.add("prefix_cache_queries_total", float(seq.start_len))
         self.counters.add("prefix_cache_hits_total", float(seq.cached_tokens))
+
+    def say_prompts(self, batch: Batch, results: Seq[RowResult]) -> None:
+        """Puts what a step tells of prompts into the next messages to their fronts. Before the step's tokens: the
+        front takes those only when the prompt is complete."""
+        if not batch.scores:
+            return
+        for seq, result in zip(batch.rows, results, strict=True):
+            logprobs = result.prompt_logprobs
+            if logprobs and not seq.over:
+                row = PromptRow(seq.request.request_id, seq.key[1], seq.scored, logprobs)
+                self.outbox.put_prompt(seq.request.front, row)
+                seq.scored += len(logprobs)
 
     def say_token(
         self,

@@ -119,6 +119,11 @@ class Request:
         return self.leader not in ("", self.request_id)
 
     @property
+    def scored_prompt_tokens(self) -> int:
+        """The prompt's tokens where their log-probabilities are asked for, else none."""
+        return 0 if self.sampling.prompt_logprobs is None else self.prompt_tokens
+
+    @property
     def max_total_tokens(self) -> int:
         """Prompt and longest answer together."""
         return self.prompt_tokens + self.sampling.max_tokens

@@ -135,19 +135,19 @@ class ControlPlane:
         for effect in effects:
             if isinstance(effect, ToFront) and isinstance(effect.message, Rejected):
                 raise _rejection(effect.message, draining=self._cluster.draining)
-        stream = self._open([request.request_id for request in requests])
+        stream = self._open(requests)
         self._carry_out(effects)
         return stream
 
-    def _open(self, request_ids: Sequence[RequestId]) -> MailboxStream:
+    def _open(self, requests: Sequence[Request]) -> MailboxStream:
         stream = MailboxStream(
-            request_ids,
+            [request.request_id for request in requests],
             on_stop=lambda request_id: self._leave(StopRequest(request_id), request_id),
             on_cancel=lambda request_id, reason: self._leave(CancelRequest(request_id, reason), request_id),
         )
-        for choice, request_id in enumerate(request_ids):
-            self._front.open(request_id)
-            self._streams[request_id] = (stream, choice)
+        for choice, request in enumerate(requests):
+            self._front.open(request.request_id, request.scored_prompt_tokens)
+            self._streams[request.request_id] = (stream, choice)
         self._idle.clear()
         self._limits[stream] = asyncio.get_running_loop().call_later(
             self._request_timeout_s, self._give_up, stream, self._over_time()

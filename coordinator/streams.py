@@ -60,7 +60,9 @@ class MailboxStream:
     def put(self, choice: int, delta: Delta) -> None:
         cached_tokens = max(self._cached_tokens.get(choice, 0), delta.cached_tokens or 0)
         self._cached_tokens[choice] = cached_tokens
-        self._deltas.append(TokenDelta(delta.ids, delta.logprobs, delta.finish, cached_tokens, choice))
+        self._deltas.append(
+            TokenDelta(delta.ids, delta.logprobs, delta.finish, cached_tokens, choice, delta.prompt_logprobs)
+        )
         if delta.finish is not None:
             self.ended(choice)
         self._wake()

@@ -121,6 +121,7 @@ class DecodeScheduler:
     def reserve(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence | None:
         """Room for a whole transferred prompt and its first step, or None: later."""
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
+        seq.scored = seq.prompt_len  # who computes the prompt says its log-probabilities
         if not self._may_reserve(seq.key, now) or not self._reserve_above_watermark(seq):
             asked = self._passed_over.get(seq.key)
             self._passed_over[seq.key] = _PassedOver(now, 0 if asked is None else asked.passes)

@@ -252,6 +252,7 @@ class DecodeWorker:
         chunk_tokens = batch.num_tokens - sum(batch.samples)
         if chunk_tokens:
             self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))
+        self.records.say_prompts(batch, results)
         effects: list[Effect] = []
         say_token = self.records.say_token
         for outcome in self._scheduler.finish(batch, results, now):

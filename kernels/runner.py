@@ -17,6 +17,7 @@ from kernels.backend import choose_backend
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, dtype_name
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
+from kernels.prompt_scores import PromptToScore, ScoringRow, score
 from kernels.sampling import Draw, TokenCounts, needs_counts, sample
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
@@ -30,6 +31,7 @@ class _Slot:
     num_blocks: int
     sampling: SamplingLike
     counts: TokenCounts | None
+    prompt: PromptToScore | None
 
 
 class ModelRunner:
@@ -85,7 +87,8 @@ class ModelRunner:
         }
 
     def run(self, batch: BatchLike) -> StepResult:
-        """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each."""
+        """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each, rows of
+        prompts to be scored the log-probabilities of the prompt tokens that follow theirs."""
         self._prepare_thread()
         with torch.inference_mode():
             for slot in batch.left:
@@ -110,7 +113,10 @@ class ModelRunner:
         counts = None
         if needs_counts(sampling):
             counts = TokenCounts(self.vocab_size, tokens[: joined.prompt_len], tokens[joined.prompt_len :])
-        self._slots[joined.slot] = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts)
+        prompt = None
+        if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
+            prompt = PromptToScore(tokens[: joined.prompt_len], joined.scored, sampling.prompt_logprobs)
+        self._slots[joined.slot] = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts, prompt)
         self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
 
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
@@ -156,7 +162,26 @@ class ModelRunner:
                 seen = self._held(int(slots[row])).counts
                 if seen is not None:
                     seen.append(token_id)
-        return StepResult(tuple(ids), tuple(logprobs), faults)
+        prompts = self._score(slots, step, hidden, faults)
+        return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
+
+    def _score(
+        self, slots: np.ndarray, step: StepLayout, hidden: torch.Tensor, faults: dict[int, str]
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
+        """Log-probabilities of prompt tokens, by row; rows that cannot be scored are added to `faults`."""
+        rows = {}
+        for row, slot in enumerate(slots.tolist()):
+            prompt = self._held(slot).prompt
+            if prompt is not None:
+                start, count = int(step.starts[row]), int(step.counts[row])
+                rows[row] = ScoringRow(prompt, int(step.firsts[row]), start, start + count)
+        prompts = {}
+        for row, said in zip(rows, score(self.model, hidden, list(rows.values())), strict=True):
+            if said is None:
+                faults[row] = "its logits are not finite"
+            elif said:
+                prompts[row] = said
+        return prompts
 
     def _draw(self, slot: int, end: int) -> Draw:
         held = self._held(slot)

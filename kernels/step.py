@@ -50,9 +50,17 @@ class SamplingLike(Protocol):
         """None is not asked; k asks for the chosen token and the k best."""
         ...
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """The same for every prompt token but the first."""
+        ...
+
 
 class JoinedLike(Protocol):
-    """A sequence that takes a slot: its tokens so far (prompt and outputs) and its block table."""
+    """A sequence that takes a slot: its tokens so far (prompt and outputs) and its block table.
+
+    `scored` of its prompt tokens have their log-probabilities, or need none; the first one never does.
+    """
 
     @property
     def slot(self) -> int: ...
@@ -64,6 +72,8 @@ class JoinedLike(Protocol):
     def blocks(self) -> Sequence[int]: ...
     @property
     def sampling(self) -> SamplingLike: ...
+    @property
+    def scored(self) -> int: ...
 
 
 class BatchLike(Protocol):
@@ -89,7 +99,7 @@ class BatchLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a sampled token under the model's own distribution, and the best `(id, logprob)` pairs."""
+    """Log-probability of a token under the model's own distribution, and the best `(id, logprob)` pairs."""
 
     token_id: int
     logprob: float
@@ -100,11 +110,13 @@ class TokenLogprob:
 class StepResult:
     """Per row of the batch: the sampled ids (none where the row does not sample) and their log-probabilities.
 
-    `faults` are rows that should have sampled and could not, and why: an overflow must not become a token.
+    `prompts` has, for rows that computed prompt tokens to be scored, the log-probabilities of those that follow.
+    `faults` are rows that should have sampled or scored and could not, and why: an overflow must not become a token.
     """
 
     ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...] | None, ...]
+    prompts: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
 
 

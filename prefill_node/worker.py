@@ -196,6 +196,7 @@ class PrefillWorker:
     def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
         self.records.step(batch, step_s)
         self.records.counters.add("computed_tokens_total", float(batch.num_tokens))
+        self.records.say_prompts(batch, results)
         effects: list[Effect] = []
         for outcome in self._scheduler.finish(batch, results, now):
             effects += self._after_row(outcome, now)

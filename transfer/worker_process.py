@@ -48,13 +48,15 @@ class LogprobLike(Protocol):
 
 
 class StepResult(Protocol):
-    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked). `faults`: rows
-    that should have sampled and could not."""
+    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked). `prompts`: what
+    rows tell of their prompts. `faults`: rows that should have sampled or scored and could not."""
 
     @property
     def ids(self) -> Seq[tuple[int, ...]]: ...
     @property
     def logprobs(self) -> Seq[Seq[LogprobLike] | None]: ...
+    @property
+    def prompts(self) -> Mapping[int, Seq[LogprobLike]]: ...
     @property
     def faults(self) -> Mapping[int, str]: ...
 
@@ -98,6 +100,7 @@ class Row:
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 NOTHING = Row((), None)
@@ -258,7 +261,14 @@ def _one_by_one(batch: Batch) -> list[Batch]:
 
 def _rows(result: StepResult) -> list[RowResult]:
     rows: list[RowResult] = []
-    for ids, logprobs in zip(result.ids, result.logprobs, strict=True):
-        said = None if logprobs is None else tuple(TokenLogprobs(one.logprob, one.top) for one in logprobs)
-        rows.append(Row(ids, said) if ids else NOTHING)
+    for index, (ids, logprobs) in enumerate(zip(result.ids, result.logprobs, strict=True)):
+        prompt = _said(result.prompts.get(index, ()))
+        if ids:
+            rows.append(Row(ids, None if logprobs is None else _said(logprobs), prompt))
+        else:
+            rows.append(Row((), None, prompt) if prompt else NOTHING)
     return rows
+
+
+def _said(logprobs: Seq[LogprobLike]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(one.logprob, one.top) for one in logprobs)

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from bench.virtual_cluster import FRONT, Faults, Shape, VirtualCluster
-from bench.virtual_model import VOCABULARY, continuation
-from common.request import Request, RequestId, SamplingParams, pack_ids, unpack_ids
+from bench.virtual_model import VOCABULARY, continuation, prompt_scores
+from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids, unpack_ids
 
 FAIR = Faults()
 ROUGH = Faults(lose=0.02, double=0.05, delay_s=(0.0001, 0.02), corrupt=0.01)
@@ -34,8 +34,10 @@ class Run:
         leavers: float = 0.2,
         requests: int = REQUESTS,
         out: tuple[int, int] = (1, 80),
+        scored: bool = False,
     ) -> None:
         self.random = Random(seed + 1)
+        self.scored = scored
         self.requests: list[Request] = []
         self.cluster = VirtualCluster(
             seed=seed,
@@ -59,7 +61,8 @@ class Run:
         prompt = [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 400))]
         if self.random.random() < 0.4:  # a shared beginning, at times nothing else, so prefixes are hit
             prompt = [7] * 64 + prompt[: self.random.choice((0, 1, 15, 16, 200))]
-        sampling = SamplingParams(max_tokens=self.random.randint(*out))
+        asks = 0 if self.scored and index % 3 else None
+        sampling = SamplingParams(max_tokens=self.random.randint(*out), prompt_logprobs=asks)
         request = Request(RequestId(f"r{index}"), pack_ids(prompt), sampling, FRONT)
         self.requests.append(request)
         return request
@@ -86,10 +89,21 @@ class Run:
             answer = cluster.answers[request.request_id]
             expected = continuation(unpack_ids(request.prompt_ids), request.sampling.max_tokens)
             assert answer.ids == expected[: len(answer.ids)], f"{request.request_id} has a wrong token"
+            self._check_prompt(request)
             assert answer.end in {"length", "left", *may_end}, (request.request_id, answer.end)
             if answer.end == "length":
                 assert len(answer.ids) == len(expected)
         cluster.check_idle()
+
+    def _check_prompt(self, request: Request) -> None:
+        """Each prompt token's log-probability once, in order, and all of them before the first token."""
+        answer = self.cluster.answers[request.request_id]
+        prompt = unpack_ids(request.prompt_ids)
+        asked = request.sampling.prompt_logprobs is not None
+        expected = list(prompt_scores(prompt, 1, len(prompt))) if asked else []
+        got = answer.prompt_logprobs
+        assert got == expected[: len(got)], f"{request.request_id} has a wrong prompt"
+        assert not answer.ids or len(got) == len(expected), f"{request.request_id}: a token before its prompt"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -106,6 +120,79 @@ def test_collocated(seed: int, shape: Shape | None) -> None:
     run = Run(seed, shape=shape, prefill=0)
     run.to_the_end()
     run.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("prefill", [2, 0])
+def test_log_probabilities_of_prompts_come_whole(prefill: int, seed: int) -> None:
+    """Lost, doubled and late messages; prefix hits that may not be used; preemption while the prompt runs."""
+    run = Run(seed, shape=SMALL if seed % 2 else None, prefill=prefill, scored=True)
+    run.to_the_end()
+    run.check()
+    assert sum(len(answer.prompt_logprobs) for answer in run.cluster.answers.values()) > 1000
+
+
+@pytest.mark.parametrize("prefill", [2, 0])
+def test_log_probabilities_of_prompts_cost_no_second_attempt(prefill: int) -> None:
+    """Where nothing is lost, nothing is missing: prompts with and without them share steps."""
+    run = Run(1, faults=FAIR, prefill=prefill, leavers=0.0, scored=True)
+    cluster = run.to_the_end()
+    run.check()
+    assert cluster.cluster.counters.values.get("requests_migrated_total", 0.0) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probabilities_of_prompts_survive_deaths(seed: int) -> None:
+    run = Run(seed, faults=FAIR if seed % 2 else ROUGH, scored=True)
+    run.cluster.at(2.6, lambda: run.cluster.kill("prefill-0"))
+    run.cluster.at(3.2, lambda: run.cluster.kill("decode-0"))
+    run.cluster.at(7.0, lambda: run.cluster.restart("prefill-0"))
+    run.to_the_end()
+    run.check(may_end=frozenset({"RequestFailed"}))
+    assert [a.end for a in run.cluster.answers.values()].count("RequestFailed") <= 1
+
+
+def scored_request(name: str, prompt: list[int], asks: int | None = 0, max_tokens: int = 5) -> Request:
+    return Request(RequestId(name), pack_ids(prompt), SamplingParams(max_tokens, prompt_logprobs=asks), FRONT)
+
+
+def test_prefill_worker_dies_in_the_middle_of_a_prompt() -> None:
+    """What it has said stays, the next attempt says the whole prompt, and the client hears each token once."""
+    cluster = VirtualCluster(
+        seed=0, num_prefill=2, num_decode=1, prefill_shape=Shape(max_num_batched_tokens=32), faults=FAIR
+    )
+    cluster.run(until=1.0)
+    prompt = list(range(300))
+    answer = cluster.submit(scored_request("r", prompt))
+    while len(answer.prompt_logprobs) < 100:
+        cluster.run(until=cluster.now + 0.001)
+    timeline = cluster.cluster.tracker.timeline(RequestId("r"), cluster.now)
+    assert timeline is not None and len(answer.prompt_logprobs) < 200
+    cluster.kill(timeline["prefill_worker"])
+    cluster.run(until=cluster.now + 20.0)
+    assert (answer.end, answer.ids) == ("length", continuation(prompt, 5))
+    assert answer.prompt_logprobs == list(prompt_scores(prompt, 1, 300))
+    timeline = cluster.cluster.tracker.timeline(RequestId("r"), cluster.now)
+    assert timeline is not None and timeline["attempts"] == 2
+
+
+@pytest.mark.parametrize("prefill", [1, 0])
+def test_a_scored_prompt_is_computed_whole_and_fills_the_cache(prefill: int) -> None:
+    cluster = VirtualCluster(seed=0, num_prefill=prefill, num_decode=1, faults=FAIR)
+    cluster.run(until=1.0)
+    node = cluster.workers[WorkerId("prefill-0" if prefill else "decode-0")].node
+    prompt = list(range(160))
+
+    def hits_of(name: str, asks: int | None) -> float:
+        before = node.records.counters.values.get("prefix_cache_hits_total", 0.0)
+        answer = cluster.submit(scored_request(name, prompt, asks))
+        cluster.run(until=cluster.now + 5.0)
+        wanted = 159 if asks is not None else 0
+        assert answer.end == "length" and len(answer.prompt_logprobs) == wanted
+        return node.records.counters.values["prefix_cache_hits_total"] - before
+
+    assert [hits_of("cold", 0), hits_of("unscored", None), hits_of("scored", 0)] == [0, 144, 0]
+    cluster.check_idle()
 
 
 def test_same_seed_same_run() -> None:

@@ -14,18 +14,21 @@ from common.counters import HISTOGRAM_BUCKETS, Counters, labelled, split_label
 from common.effects import ToFront
 from common.fingerprint import Value, digest, first_difference
 from common.ledger import Ledger
-from common.messages import Ended, TokenRow, Tokens
-from common.outbox import Outbox
+from common.messages import Ended, PromptRow, Sender, TokenRow, Tokens
+from common.outbox import PROMPT_BYTES, Outbox
 from common.prefix import extend_chain, join_hashes, seed_hash, split_hashes
 from common.request import (
     Attempt,
     FrontId,
+    Incarnation,
     Key,
     RequestId,
+    TokenLogprobs,
     first_attempt_of_epoch,
     pack_ids,
     unpack_ids,
 )
+from common.wire import MAX_MESSAGE_BYTES, encode
 
 
 @given(st.lists(st.integers(0, (1 << 31) - 1)))
@@ -176,3 +179,31 @@ def test_outbox_sends_one_numbered_message_per_front() -> None:
     outbox.put(one, rows[0])
     assert outbox.flush() == [ToFront(one, Tokens(2, (rows[0],)))]
     assert outbox.last_seq == {"f1": 2, "f2": 1}
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_outbox_cuts_prompts_into_messages_of_bounded_size(top: int) -> None:
+    """Thirty rows of all lengths and one of a whole large chunk, whole and in order whatever the cuts."""
+    best = tuple((2**31 - 1, -0.123456789) for _ in range(top))
+    lengths = [*range(1, 30), 8192]
+    outbox = Outbox()
+    outbox.put(FrontId("f"), TokenRow(RequestId("r0"), Attempt(2**61), 0, (5,)))
+    for index, length in enumerate(lengths):
+        scores = tuple(TokenLogprobs(-float(n), best) for n in range(length))
+        outbox.put_prompt(
+            FrontId("f"), PromptRow(RequestId(f"{'r' * 100}{index}"), Attempt(2**61), 3, scores)
+        )
+    messages = [effect.message for effect in outbox.flush() if isinstance(effect, ToFront)]
+    assert outbox.flush() == []
+    tokens = [message for message in messages if isinstance(message, Tokens)]
+    assert [message.seq for message in tokens] == list(range(1, len(messages) + 1))
+    assert tokens[-1].rows and not any(message.rows for message in tokens[:-1])
+    sizes = [len(encode(message, Sender("w", Incarnation(1)))) for message in tokens]
+    assert max(sizes) <= PROMPT_BYTES + 200 < MAX_MESSAGE_BYTES
+    assert len(sizes) <= 2 * sum(sizes) / PROMPT_BYTES + 2, "hardly filled"
+    for index, length in enumerate(lengths):
+        rows = [row for message in tokens for row in message.prompts if row.id.endswith(f"r{index}")]
+        assert [row.first for row in rows] == [
+            3 + sum(len(before.logprobs) for before in rows[:at]) for at in range(len(rows))
+        ]
+        assert [one.chosen for row in rows for one in row.logprobs] == [-float(n) for n in range(length)]

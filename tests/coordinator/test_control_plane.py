@@ -32,7 +32,7 @@ def plane() -> ControlPlane:
 
 def waiting(plane: ControlPlane) -> MailboxStream:
     """An answer that its client waits for."""
-    return plane._open([ID])
+    return plane._open([Request(ID, pack_ids([1]), SamplingParams(max_tokens=1), FRONT)])
 
 
 async def failure(stream: MailboxStream) -> KvferryError:

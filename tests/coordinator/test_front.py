@@ -6,7 +6,15 @@ from random import Random
 
 import pytest
 
-from common.messages import FinishReason, Message, Progress, RequestFinished, TokenRow, Tokens
+from common.messages import (
+    FinishReason,
+    Message,
+    Progress,
+    PromptRow,
+    RequestFinished,
+    TokenRow,
+    Tokens,
+)
 from common.request import Attempt, RequestId, TokenLogprobs
 from coordinator.front import Front
 
@@ -172,3 +180,113 @@ def test_what_the_decode_worker_had_cached_is_said_though_its_token_is_known() -
     heard = [bench.front.accept(Tokens(seq, (row,)), "w", 1, 0.0) for seq, row in enumerate(rows, 1)]
     assert [[(d.ids, d.cached_tokens) for d in deltas] for deltas, _ in heard] == [[((5,), 48)], [((), 64)]]
     assert heard[1][1] == [], "the coordinator hears of tokens only"
+
+
+SCORES = tuple(TokenLogprobs(-float(index)) for index in range(1, 12))  # of a prompt of twelve tokens
+
+
+class PromptBench(Bench):
+    """A stream that owes log-probabilities of its prompt before any token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front.close(A)
+        self.front.open(A, 12)
+        self.scores: list[TokenLogprobs] = []
+
+    def prompt(self, first: int, end: int, now: float = 0.0, attempt: int = 1) -> None:
+        self.seq += 1
+        row = PromptRow(A, Attempt(attempt), first, SCORES[first - 1 : end - 1])
+        self.take(Tokens(self.seq, (), (row,)), now)
+
+    def take(self, tokens: Tokens, now: float = 0.0) -> None:
+        deltas, heard = self.front.accept(tokens, "w", 1, now)
+        for delta in deltas:
+            assert not (delta.ids and len(self.scores) < 11), "a token before its prompt is complete"
+            self.scores += delta.prompt_logprobs
+            self.ids += delta.ids
+            self.finish = delta.finish
+        self.heard += heard
+
+
+def test_a_prompt_in_order_then_its_tokens() -> None:
+    bench = PromptBench()
+    bench.prompt(1, 6)
+    bench.prompt(6, 12)
+    bench.say(0, 5)
+    assert bench.scores == list(SCORES) and bench.ids == [5] and bench.front.gaps(9.0) == []
+
+
+def test_tokens_wait_for_the_prompt() -> None:
+    bench = PromptBench()
+    bench.say(0, 5)
+    bench.say(1, 6, finish="stop")
+    bench.prompt(6, 12)
+    assert bench.ids == [] and bench.scores == [] and bench.heard == []
+    bench.prompt(1, 7, now=0.3)
+    assert bench.scores == list(SCORES) and (bench.ids, bench.finish) == ([5, 6], "stop")
+    assert bench.progress == [5, 6] and bench.heard[-1] == RequestFinished(A, "stop")
+    assert bench.front.gaps(9.0) == []
+
+
+def test_a_lost_piece_of_a_prompt_is_a_gap_and_the_next_attempt_fills_it() -> None:
+    bench = PromptBench()
+    bench.prompt(1, 4)
+    bench.prompt(8, 12, now=1.0)
+    bench.say(0, 5, now=1.1)
+    assert bench.front.gaps(1.4) == []
+    assert bench.front.gaps(1.5) == [Progress((), ((A, Attempt(1)),))]
+    assert bench.front.gaps(9.0) == []
+    bench.prompt(1, 8, now=9.0, attempt=2)
+    bench.prompt(8, 12, now=9.0, attempt=2)
+    bench.say(0, 5, now=9.0, attempt=2)
+    assert bench.scores == list(SCORES) and bench.ids == [5]
+
+
+def test_a_gap_stays_one_when_what_comes_does_not_close_it() -> None:
+    bench = PromptBench()
+    bench.prompt(8, 12)
+    bench.prompt(1, 5, now=0.2)
+    assert bench.front.gaps(0.6) == []
+    assert bench.front.gaps(0.8) == [Progress((), ((A, Attempt(1)),))]
+
+
+def test_a_lost_end_of_a_prompt_shows_by_the_token_after_it() -> None:
+    bench = PromptBench()
+    bench.prompt(1, 11)
+    assert bench.front.gaps(9.0) == []
+    bench.say(0, 5, now=9.0)
+    assert bench.front.gaps(9.5) == [Progress((), ((A, Attempt(1)),))]
+
+
+def test_rows_of_a_prompt_nobody_asked_for_are_dropped() -> None:
+    bench = Bench()
+    rows = (PromptRow(A, Attempt(1), 1, SCORES), PromptRow(RequestId("b"), Attempt(1), 1, SCORES))
+    assert bench.front.accept(Tokens(1, (), rows), "w", 1, 0.0) == ([], [])
+    assert bench.front.late_rows == 2 and bench.front.gaps(9.0) == []
+    beyond = PromptBench()
+    beyond.take(Tokens(1, (), (PromptRow(A, Attempt(1), 12, SCORES),)))
+    beyond.prompt(1, 12)
+    beyond.take(Tokens(3, (), (PromptRow(A, Attempt(1), 5, (*SCORES, *SCORES)),)))
+    assert beyond.scores == list(SCORES) and beyond.front.gaps(9.0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_in_any_order_any_doubling_any_cut(seed: int) -> None:
+    random = Random(seed)
+    messages = [
+        Tokens(0, (TokenRow(A, Attempt(1), index, (index,), None, "length" if index == 4 else None),))
+        for index in range(5)
+    ]
+    for attempt in (1, 2):
+        at = 1
+        while at < 12:
+            end = min(12, at + random.randint(1, 4))
+            messages.append(Tokens(0, (), (PromptRow(A, Attempt(attempt), at, SCORES[at - 1 : end - 1]),)))
+            at = end
+    messages += random.sample(messages, 5)
+    random.shuffle(messages)
+    bench = PromptBench()
+    for message in messages:
+        bench.take(message)
+    assert bench.scores == list(SCORES) and (bench.ids, bench.finish) == ([0, 1, 2, 3, 4], "length")

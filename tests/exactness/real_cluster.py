@@ -26,11 +26,12 @@ LIMIT_S = 3600.0  # virtual: nothing here takes so long unless it hangs
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer, bit for bit: ids, and per token its log-probability and the five best."""
+    """An answer, bit for bit: ids, and per token its log-probability and the five best; of the prompt, if asked."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     end: str | None
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class RealCluster(VirtualCluster):
 
 
 def said(answer: Answer) -> Said:
-    return Said(tuple(answer.ids), tuple(answer.logprobs), answer.end)
+    return Said(tuple(answer.ids), tuple(answer.logprobs), answer.end, tuple(answer.prompt_logprobs))
 
 
 def pools(

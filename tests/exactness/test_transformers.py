@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from common.request import SamplingParams, TokenLogprobs
 from kernels.model import CausalModel
 from kernels.runner import load_runner
 from tests.exactness.conftest import LENGTHS, greedy
@@ -17,6 +18,7 @@ from tests.exactness.real_cluster import THREADS, Ask, RealCluster, pools
 
 STEPS = 32
 NEAR_TIE = 1e-3
+LOGPROB_TOLERANCE = 1e-4
 MOST_NEAR_TIES = 4  # of 384 steps: more would mean that the rule hides something
 
 
@@ -36,8 +38,8 @@ def reference(smollm2_dir: Path) -> Iterator[PreTrainedModel]:
     torch.set_num_threads(threads_before)
 
 
-def generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """32 tokens, and at each step the distance between the two best logits."""
+def generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], list[float], torch.Tensor]:
+    """32 tokens, at each step the distance between the two best logits, and log-probabilities `[steps, vocab]`."""
     with torch.inference_mode():
         output: Any = model.generate(  # type: ignore[operator]
             torch.tensor([prompt]),
@@ -47,8 +49,25 @@ def generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int
             output_logits=True,
             return_dict_in_generate=True,
         )
-    best = torch.stack(output.logits).squeeze(1).float().topk(2).values
-    return output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+    logits = torch.stack(output.logits).squeeze(1)
+    best = logits.float().topk(2).values
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    return tokens, (best[:, 0] - best[:, 1]).tolist(), torch.log_softmax(logits.double(), dim=-1)
+
+
+def furthest(found: Sequence[TokenLogprobs], ids: Sequence[int], wanted: torch.Tensor) -> float:
+    """The greatest difference between what we say of tokens and the reference's log-probabilities `[tokens, vocab]`:
+    of the tokens themselves, and of those that we call the best."""
+    assert len(found) == len(ids) <= len(wanted) and all(len(one.top) == 5 for one in found)
+    assert all(
+        one.top[0][1] <= row.max() + LOGPROB_TOLERANCE for one, row in zip(found, wanted, strict=False)
+    )
+    pairs = [
+        (value, wanted[step, id].item())
+        for step, (one, chosen) in enumerate(zip(found, ids, strict=True))
+        for id, value in ((chosen, one.chosen), *one.top)
+    ]
+    return max((abs(ours - theirs) for ours, theirs in pairs), default=0.0)
 
 
 def near_ties_taken(
@@ -77,9 +96,28 @@ def test_every_token_equals_generate(
     cluster = pools(float32_model, chunk=128)
     ours = cluster.together([Ask(prompt, greedy(STEPS)) for prompt in prompts])
     forced = near = 0
+    worst = 0.0
     for prompt, said in zip(prompts, ours, strict=True):
-        wanted, margins = generated(reference, prompt)
+        wanted, margins, logprobs = generated(reference, prompt)
+        same = next((i for i in range(STEPS) if said.ids[i] != wanted[i]), STEPS - 1) + 1
+        worst = max(worst, furthest(said.logprobs[:same], said.ids[:same], logprobs))
         near += sum(margin <= NEAR_TIE for margin in margins)
         forced += near_ties_taken(cluster, prompt, list(said.ids), wanted, margins)
     print(f"{len(prompts) * STEPS} steps, {near} near ties, {forced} of them fell the other way")
+    print(f"log-probabilities of outputs: at most {worst:.2g} from the reference's")
     assert forced <= near <= MOST_NEAR_TIES
+    assert worst <= LOGPROB_TOLERANCE
+
+
+def test_log_probabilities_of_a_prompt_equal_the_references(
+    float32_model: CausalModel, reference: PreTrainedModel, text_ids: list[int]
+) -> None:
+    prompts = [tuple(text_ids[13 * i : 13 * i + length]) for i, length in enumerate((2, 129, 257))]
+    asks = [Ask(prompt, SamplingParams(1, temperature=0.0, prompt_logprobs=5)) for prompt in prompts]
+    worst = 0.0
+    for prompt, said in zip(prompts, pools(float32_model, chunk=128).together(asks), strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt])).logits[0, :-1]
+        worst = max(worst, furthest(said.prompt, prompt[1:], torch.log_softmax(logits.double(), dim=-1)))
+    print(f"log-probabilities of prompts: at most {worst:.2g} from the reference's")
+    assert worst <= LOGPROB_TOLERANCE

@@ -25,6 +25,7 @@ class Sampling:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Joined:
     prompt_len: int
     blocks: Sequence[int]
     sampling: Sampling
+    scored: int = 1
 
 
 @dataclass(slots=True)

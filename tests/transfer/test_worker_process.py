@@ -10,6 +10,7 @@ from common.blocks import BlockPool
 from common.lifecycle import Phase
 from common.request import Attempt, FrontId, Request, RequestId, SamplingParams, pack_ids
 from kernels.cache import PagedCache
+from kernels.step import TokenLogprob
 from prefill_node.scheduler import PrefillScheduler
 from transfer.worker_process import run_isolating
 
@@ -20,11 +21,13 @@ POISON, OVERFLOW = 666, 667
 class Result:
     ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[None, ...]
+    prompts: Mapping[int, tuple[TokenLogprob, ...]]
     faults: Mapping[int, str] = field(default_factory=dict)
 
 
 class PoisonableRunner:
-    """Raises on one token, overflows on another; the next token of the rest is their last one and one more."""
+    """Raises on one token, overflows on another; the next token of the rest is their last one and one more. Tells
+    of a prompt what its last token is."""
 
     cache: PagedCache
     max_model_len = 100
@@ -46,7 +49,10 @@ class PoisonableRunner:
             lasts.append(batch.token_ids[first - 1])
         faults = {row: "overflow" for row, last in enumerate(lasts) if last == OVERFLOW}
         ids = tuple(() if row in faults else (last + 1,) for row, last in enumerate(lasts))
-        return Result(ids, (None,) * len(ids), faults)
+        prompts = {
+            row: (TokenLogprob(last, -float(last), ()),) for row, last in enumerate(lasts) if last < 500
+        }
+        return Result(ids, (None,) * len(ids), prompts, faults)
 
 
 def step_of(*lasts: int) -> Batch:
@@ -79,6 +85,7 @@ def test_the_guilty_row_is_named_and_the_others_go_on() -> None:
     runner = PoisonableRunner()
     rows, failed = run_isolating(runner, step_of(10, POISON, 30))
     assert [row.ids for row in rows] == [(11,), (), (31,)]
+    assert [[one.chosen for one in row.prompt_logprobs] for row in rows] == [[-10.0], [], [-30.0]]
     assert list(failed) == [1] and "RuntimeError" in failed[1]
     assert runner.runs == [3, 1, 1, 1]
 

@@ -1,0 +1,46 @@
+"""What a sequence owes of its prompt, and how far a cached prefix may be used meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.batching import BatchingCore, Sequence
+from common.lifecycle import Phase
+from common.request import pack_ids
+from tests.common.stepping import BLOCK, attempt, make_core, prompt, request
+
+
+def scored_sequence(length: int, outputs: tuple[int, ...] = ()) -> Sequence:
+    plain = request("r", prompt(length))
+    asked = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))
+    return Sequence(asked, attempt(), pack_ids(outputs), 1, Phase.QUEUED, 0.0)
+
+
+def test_what_is_owed() -> None:
+    assert scored_sequence(2).owes_scores
+    assert not scored_sequence(1).owes_scores, "the first token has no log-probability"
+    assert not scored_sequence(9, (7,)).owes_scores, "the front had the prompt's before it took an output"
+    assert not Sequence(request("r", prompt(9)), attempt(), b"", 1, Phase.QUEUED, 0.0).owes_scores
+
+
+@pytest.mark.parametrize(("said", "blocks"), [(1, 0), (4, 0), (5, 1), (9, 2), (15, 3), (16, 3)])
+def test_hits_end_before_what_is_owed(said: int, blocks: int) -> None:
+    """Token n's log-probability comes from computing token n - 1. With 16 of 16 said, hits end where they always do."""
+    core = core_with_cached(16)
+    seq = scored_sequence(16)
+    seq.scored = said
+    assert core.reserve(seq, num_tokens=16, usable_hits=15)
+    assert seq.num_computed == seq.cached_tokens == blocks * BLOCK
+    core.free(seq)
+    core.pool.check()
+
+
+def core_with_cached(length: int) -> BatchingCore:
+    core = make_core()
+    first = Sequence(request("first", prompt(length)), attempt(), b"", 1, Phase.QUEUED, 0.0)
+    assert core.reserve(first, num_tokens=length, usable_hits=0)
+    core.computed(first, length)
+    core.free(first)
+    return core
