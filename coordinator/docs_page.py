@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, Final
 
@@ -34,16 +34,10 @@ a { color: #0b57d0 }
 </head>
 <body>"""
 RANGES: Final = (
-    ("minimum", "at least {}"),
-    ("exclusiveMinimum", "more than {}"),
-    ("maximum", "at most {}"),
-    ("exclusiveMaximum", "less than {}"),
-    ("minLength", "at least {} characters"),
-    ("maxLength", "at most {} characters"),
-    ("minItems", "at least {} entries"),
-    ("maxItems", "at most {} entries"),
-    ("maxProperties", "at most {} entries"),
-    ("pattern", "as {}"),
+    ("minimum", "maximum", "{}"),
+    ("minLength", "maxLength", "{} characters"),
+    ("minItems", "maxItems", "{} entries"),
+    ("minProperties", "maxProperties", "{} entries"),
 )
 
 
@@ -176,9 +170,25 @@ def _type(schema: Schema) -> str:
     kinds = schema.get("type", "anything")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     said = " or ".join(_kind(kind, schema) for kind in kinds if kind != "null")
-    ranges = [words.format(_text(str(schema[key]))) for key, words in RANGES if key in schema]
-    inside = f" ({', '.join(ranges)})" if ranges else ""
-    return said + inside + (" or null" if "null" in kinds else "")
+    ranges = ", ".join(_ranges(schema))
+    return " or ".join(
+        filter(None, (f"{said} ({ranges})" if ranges else said, "null" if "null" in kinds else ""))
+    )
+
+
+def _ranges(schema: Schema) -> Iterator[str]:
+    for key, words in (("exclusiveMinimum", "more than {}"), ("exclusiveMaximum", "less than {}")):
+        if key in schema:
+            yield words.format(schema[key])
+    for low, high, words in RANGES:
+        if low in schema and high in schema:
+            yield words.format(f"{schema[low]} to {schema[high]}")
+        elif low in schema:
+            yield words.format(f"at least {schema[low]}")
+        elif high in schema:
+            yield words.format(f"at most {schema[high]}")
+    if "pattern" in schema:
+        yield f"as {_code(schema['pattern'])}"
 
 
 def _kind(kind: str, schema: Schema) -> str:

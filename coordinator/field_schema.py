@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 from coordinator.field_words import WORDS
 from coordinator.neutral_fields import Neutral
 
@@ -17,24 +20,23 @@ TOKEN_ID = "token-id"
 """The `format` of token ids: the document gives them the range of the served model's vocabulary."""
 
 
-def describe_body(schema: dict[str, Any], cls: type) -> None:
+def describe_body(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     """A `json_schema_extra` of pydantic: changes `schema`, the one of `cls`, in place."""
-    required = schema.get("required", ())
     properties = schema.setdefault("properties", {})
     for name, value in properties.items():
-        properties[name] = _described(value, f"{cls.__name__}.{name}", name, name not in required)
+        properties[name] = _described(value, cls.model_fields[name])
+        properties[name]["description"] = WORDS.get(f"{cls.__name__}.{name}") or WORDS.get(name, "")
     neutral: Neutral = getattr(cls, "NEUTRAL", {})
     properties.update({name: neutral_field(values) for name, values in neutral.items()})
     schema["description"] = WORDS.get(cls.__name__, "")
 
 
-def _described(schema: dict[str, Any], full_name: str, name: str, optional: bool) -> dict[str, Any]:
+def _described(schema: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
     bare = {key: value for key, value in schema.items() if key not in ("title", "default")}
-    made = or_null(bare) if optional else bare
-    if schema.get("default") is not None:
-        made["default"] = schema["default"]
-    made["description"] = WORDS.get(full_name) or WORDS.get(name, "")
-    return made
+    if field.is_required():
+        return bare
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return or_null(bare) if default is None else {**or_null(bare), "default": default}
 
 
 def or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Client:
             try:
                 code = subprocess.run(
                     [str(word) for word in command],
-                    cwd=ROOT,
+                    cwd=LOGS,
                     env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **(env or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=out,

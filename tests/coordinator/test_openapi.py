@@ -107,6 +107,16 @@ def test_what_depends_on_the_server_is_narrowed() -> None:
     assert "maximum" not in without_workers["max_tokens"]
 
 
+def test_defaults_are_said() -> None:
+    text = SAID["components"]["schemas"]["TextFields"]["properties"]
+    assert (text["temperature"]["default"], text["stop"]["default"], text["logit_bias"]["default"]) == (
+        1.0,
+        [],
+        {},
+    )
+    assert "default" not in text["seed"] and "default" not in text["model"]
+
+
 # ---------------------------------------------------------------- the document itself
 
 
@@ -283,6 +293,12 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(said: dict[str, Any]) -
     for path in said["paths"]:
         assert path in read.text
     assert ("Bearer $KEY" in read.text) == ("security" in said)
+    for told in (
+        "integer (0 to 20) or null",
+        "number (more than 0, at most 1) or null",
+        "StreamOptions or null",
+    ):
+        assert told in read.text
 
 
 def test_both_are_served(client: httpx.Client, served: Served) -> None:
