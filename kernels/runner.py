@@ -15,6 +15,7 @@ import torch
 
 from kernels.backend import choose_backend
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, dtype_name
+from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
 from kernels.prompt_scores import PromptToScore, ScoringRow, score
@@ -32,6 +33,8 @@ class _Slot:
     sampling: SamplingLike
     counts: TokenCounts | None
     prompt: PromptToScore | None
+    matcher: Matcher | None = None
+    fault: str | None = None  # why it has no matcher, though its request has a grammar
 
 
 class ModelRunner:
@@ -45,13 +48,16 @@ class ModelRunner:
         max_model_len: int,
         threads: int,
         revision: str,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars` are compiled for the model's tokenizer; without them every request with a grammar fails."""
         self.model = model
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self._threads = threads
         self._revision = revision
+        self.grammars = grammars
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         table_width = -(-max_model_len // cache.layout.block_size)
         self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
@@ -82,6 +88,7 @@ class ModelRunner:
             "rms_norm_eps": config.rms_norm_eps,
             "vocab_size": config.vocab_size,
             "attention_backend": self.attention_backend,
+            "grammar_library": LIBRARY,
             "linear_policy": ";".join(f"{k}={v}" for k, v in self.model.choices.describe().items()),
             **self.layout.describe(),
         }
@@ -116,8 +123,24 @@ class ModelRunner:
         prompt = None
         if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
             prompt = PromptToScore(tokens[: joined.prompt_len], joined.scored, sampling.prompt_logprobs)
-        self._slots[joined.slot] = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts, prompt)
+        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts, prompt)
+        slot.matcher, slot.fault = self._match(sampling, tokens[joined.prompt_len :])
+        self._slots[joined.slot] = slot
         self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
+
+    def _match(self, sampling: SamplingLike, outputs: Sequence[int]) -> tuple[Matcher | None, str | None]:
+        """Its grammar with the outputs so far replayed, or why there is none."""
+        grammar = sampling.grammar
+        if grammar is None:
+            return None, None
+        if self.grammars is None:
+            return None, "this worker has no grammars"
+        try:
+            return self.grammars.matcher(grammar.kind, grammar.text, outputs), None
+        except BadGrammar as error:
+            return None, f"its grammar {error}"
+        except GrammarFault as error:
+            return None, str(error)
 
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
         held = self._held(slot)
@@ -151,11 +174,18 @@ class ModelRunner:
         faults: dict[int, str] = {}
         if len(rows):
             lasts = torch.from_numpy((step.firsts + counts - 1)[rows].astype(np.int64)).to(device)
-            logits = self.model.logits(hidden[lasts]).cpu().numpy()
-            whole = np.isfinite(logits.max(axis=1))  # NaN wins a max
-            faults = {int(row): "its logits are not finite" for row in rows[~whole]}
+            logits_there = self.model.logits(hidden[lasts])
+            newest = np.asarray(batch.token_ids)[(step.firsts + counts - 1)[rows]]
+            # A GPU still computes while the grammars say what they allow.
+            draws, faults = self._draws(
+                rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), newest.tolist()
+            )
+            logits = logits_there.cpu().numpy()
+            finite = np.isfinite(logits.max(axis=1))  # NaN wins a max
+            faults |= {int(row): "its logits are not finite" for row in rows[~finite]}
+            whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
             rows, logits = rows[whole], logits[whole]
-            outputs = sample(logits, [self._draw(int(slots[row]), int(ends[row])) for row in rows])
+            outputs = sample(logits, [draws[row] for row in rows.tolist()])
             for row, (token_id, logprob) in zip(rows.tolist(), outputs, strict=True):
                 ids[row] = (token_id,)
                 logprobs[row] = None if logprob is None else (logprob,)
@@ -183,9 +213,35 @@ class ModelRunner:
                 prompts[row] = said
         return prompts
 
-    def _draw(self, slot: int, end: int) -> Draw:
-        held = self._held(slot)
-        return Draw(held.sampling, end - held.prompt_len, held.counts)
+    def _draws(
+        self, rows: list[int], slots: list[int], ends: list[int], newest: list[int]
+    ) -> tuple[dict[int, Draw], dict[int, str]]:
+        """By row: how it is drawn, or why it cannot be. `newest` are the rows' last tokens, `ends` their lengths."""
+        draws: dict[int, Draw] = {}
+        faults: dict[int, str] = {}
+        for row, slot, end, token_id in zip(rows, slots, ends, newest, strict=True):
+            held = self._held(slot)
+            index = end - held.prompt_len
+            allowed = None
+            try:
+                if held.fault is not None:
+                    raise GrammarFault(held.fault)
+                if held.matcher is not None:
+                    allowed = _allowed(held.matcher, index, token_id, held.sampling.end_token_ids)
+            except GrammarFault as fault:
+                faults[row] = str(fault)
+            else:
+                draws[row] = Draw(held.sampling, index, held.counts, allowed)
+        return draws, faults
+
+
+def _allowed(matcher: Matcher, index: int, newest: int, end_token_ids: Sequence[int]) -> np.ndarray:
+    """The mask of output `index`. The matcher takes a token in when the next one is asked for: so a step that is
+    run again, because another row of it raised, finds it as it was. Raises GrammarFault."""
+    if matcher.num_consumed == index - 1:
+        matcher.consume([newest])
+    assert matcher.num_consumed == index, f"{matcher.num_consumed} outputs replayed, {index} are there"
+    return matcher.allowed(end_token_ids)
 
 
 def load_runner(
@@ -226,7 +282,8 @@ def load_runner(
         raise AskedTooMuch(
             f"no room for {num_blocks} KV blocks ({size}) on {place}: lower --kv-cache-memory or --num-kv-blocks"
         ) from error
-    return ModelRunner(model, cache, max_num_seqs, length, threads, revision)
+    grammars = GrammarCompiler(folder, config.vocab_size)
+    return ModelRunner(model, cache, max_num_seqs, length, threads, revision, grammars)
 
 
 def _served_length(config: ModelConfig, asked: int | None) -> int:

@@ -55,7 +55,7 @@ def needs_counts(sampling: SamplingLike) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row to sample. `allowed` is the seam for a grammar: a bool mask over the vocabulary, or None."""
+    """One row to sample. `allowed` is what its grammar allows, a bool mask over the vocabulary; None: no grammar."""
 
     sampling: SamplingLike
     output_index: int
@@ -68,7 +68,11 @@ class Draw:
 
     @property
     def bans_ends(self) -> bool:
-        return self.output_index < self.sampling.min_tokens and bool(self.sampling.end_token_ids)
+        """Where a grammar allows nothing but the end, `min_tokens` gives way to it."""
+        ends = self.sampling.end_token_ids
+        if self.output_index >= self.sampling.min_tokens or not ends:
+            return False
+        return self.allowed is None or int(self.allowed.sum()) > int(self.allowed[list(ends)].sum())
 
     @property
     def changes_logits(self) -> bool:
@@ -107,7 +111,7 @@ def adjust(logits: np.ndarray, draw: Draw) -> np.ndarray:
     if draw.bans_ends:
         logits[list(draw.sampling.end_token_ids)] = -np.inf
     if draw.allowed is not None:
-        logits[~draw.allowed] = -np.inf
+        np.copyto(logits, -np.inf, where=~draw.allowed)
     return logits
 
 

@@ -12,6 +12,15 @@ import numpy as np
 import torch
 
 
+class GrammarLike(Protocol):
+    """What the answer must look like: see `kernels.grammar`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
 class SamplingLike(Protocol):
     """How one sequence's tokens are drawn. All properties, so that frozen dataclasses fit."""
 
@@ -54,6 +63,9 @@ class SamplingLike(Protocol):
     def prompt_logprobs(self) -> int | None:
         """The same for every prompt token but the first."""
         ...
+
+    @property
+    def grammar(self) -> GrammarLike | None: ...
 
 
 class JoinedLike(Protocol):

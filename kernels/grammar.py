@@ -1,0 +1,220 @@
+"""Which tokens a grammar allows next: compiled grammars of one model, and a matcher for each sequence.
+
+A grammar is text (a JSON schema, a regex, or Lark as llguidance spells it); compiled against the model's tokenizer
+it gives a mask over the vocabulary for every state. Nothing of that state ever travels: whoever continues a
+sequence replays its output ids, and the same text and ids give the same mask.
+
+Why limits: a pattern of twenty characters can ask for millions of automaton states. Fuel for the lexer bounds what
+one compile and one mask may cost, by count and not by the clock, so that every worker refuses the same grammars:
+about a second for the worst compile, a tenth of one for the worst mask, after which that request fails alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, __version__ as _version
+
+LIBRARY = f"llguidance {_version}"
+"""Part of a worker's fingerprint: two versions may allow different tokens."""
+
+MAX_TEXT_BYTES = 64 << 10
+MAX_COMPILED = 128
+TOO_LARGE = "is too large: a limit of the grammar library is reached"
+
+
+def limits() -> LLParserLimits:
+    """`coordinator/grammar_check.py` has the same ones: what passes there must not be refused here."""
+    return LLParserLimits(
+        initial_lexer_fuel=100_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class BadGrammar(ValueError):
+    """It cannot be compiled here; the message, a sentence without its subject, says why and quotes nothing."""
+
+
+class GrammarFault(RuntimeError):
+    """The matcher of one sequence cannot go on; the message says why and quotes nothing."""
+
+
+class Matcher:
+    """One sequence's place in its grammar.
+
+    Copies of a compiled grammar share the automaton of its lexer, which grows with what all of them have read and
+    has a limit. Where that limit is met, this sequence is replayed on a fresh one: so only what it has read itself
+    can fail it, and who came before does not matter.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, kind: str, text: str) -> None:
+        self._compiler = compiler
+        self._kind = kind
+        self._text = text
+        self._compiled = compiler.compile(kind, text)
+        self._state = self._compiled.deep_copy()
+        self._consumed: list[int] = []
+
+    @property
+    def num_consumed(self) -> int:
+        return len(self._consumed)
+
+    def consume(self, output_ids: Iterable[int]) -> None:
+        """Raises GrammarFault where an id does not fit, which says that it was not drawn under this grammar."""
+        for token_id in output_ids:
+            self._consumed.append(token_id)
+            if not self._state.consume_token(token_id):
+                self._start_afresh()
+
+    def allowed(self, end_token_ids: Sequence[int]) -> np.ndarray:
+        """bool `[vocab]`: what may come next. All of `end_token_ids` where the answer may end, else none of them.
+
+        Raises GrammarFault where a limit is reached, or nothing is left.
+        """
+        packed = self._state.compute_bitmask()
+        if self._state.is_error():
+            self._start_afresh()
+            packed = self._state.compute_bitmask()
+        bits = np.frombuffer(packed, dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=self._compiler.vocab_size, bitorder="little").view(bool)
+        allowed[self._compiler.own_ends] = False
+        allowed[list(end_token_ids)] = self._state.is_accepting()
+        if not allowed.any():
+            raise GrammarFault(f"its grammar {_reason('NoExtension')}")
+        return allowed
+
+    def _start_afresh(self) -> None:
+        while True:
+            self._compiled, is_new = self._compiler.instead_of(self._compiled, self._kind, self._text)
+            self._state = self._compiled.deep_copy()
+            if all(self._state.consume_token(token_id) for token_id in self._consumed):
+                self._state.compute_bitmask()
+                if not self._state.is_error():
+                    return
+            if is_new:
+                raise GrammarFault(f"its grammar {_reason(self._state.get_error())}")
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model, the last used ones. Threads may share it."""
+
+    def __init__(self, folder: Path, vocab_size: int, capacity: int = MAX_COMPILED) -> None:
+        self.vocab_size = vocab_size
+        self.own_ends: list[int] = []
+        self._folder = folder
+        self._capacity = capacity
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def prepare(self) -> None:
+        """Reads the tokenizer, which holds the interpreter for half a second: to be called before serving.
+
+        Raises BadGrammar where the model has none.
+        """
+        with self._loading:
+            if self._tokenizer is None:
+                self.own_ends = end_ids(self._folder)
+                self._tokenizer = load_tokenizer(self._folder, self.vocab_size, self.own_ends)
+
+    def compile(self, kind: str, text: str) -> LLMatcher:
+        """Compiles it unless it is there, and makes it the last used one. Raises BadGrammar."""
+        with self._lock:
+            if (kind, text) in self._compiled:
+                self._compiled.move_to_end((kind, text))
+                return self._compiled[kind, text]
+        return self._compile_anew(kind, text)
+
+    def matcher(self, kind: str, text: str, output_ids: Sequence[int]) -> Matcher:
+        """At its beginning, `output_ids` replayed. Compiles only what `capacity` other grammars have pushed out.
+
+        Raises BadGrammar and GrammarFault.
+        """
+        matcher = Matcher(self, kind, text)
+        matcher.consume(output_ids)
+        return matcher
+
+    def instead_of(self, spent: LLMatcher, kind: str, text: str) -> tuple[LLMatcher, bool]:
+        """Another compiled grammar than `spent`, and whether it is a new one that nobody has read with."""
+        compiled = self.compile(kind, text)
+        return (compiled, False) if compiled is not spent else (self._compile_anew(kind, text), True)
+
+    def _compile_anew(self, kind: str, text: str) -> LLMatcher:
+        self.prepare()
+        assert self._tokenizer is not None
+        compiled = compile_grammar(self._tokenizer, kind, text)
+        with self._lock:
+            self._compiled[kind, text] = compiled
+            self._compiled.move_to_end((kind, text))
+            while len(self._compiled) > self._capacity:
+                self._compiled.popitem(last=False)
+        return compiled
+
+
+def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """A matcher at its beginning. Its first mask is computed and a token of it tried: what asks for too much often
+    shows only there. Raises BadGrammar."""
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        raise BadGrammar(f"is longer than {MAX_TEXT_BYTES} bytes")
+    state = LLMatcher(tokenizer, _grammar_of(kind, text), log_level=0, limits=limits())
+    bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    if state.is_error() or not bits.any():
+        raise BadGrammar(_reason(state.get_error() or "NoExtension"))
+    tried = state.deep_copy()
+    if not tried.consume_token(int(bits.argmax())) and _reason(tried.get_error()) == TOO_LARGE:
+        raise BadGrammar(TOO_LARGE)
+    return state
+
+
+def _grammar_of(kind: str, text: str) -> str:
+    if kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(text)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(text)
+    raise BadGrammar("is of a kind that is not known here")
+
+
+def _reason(error: str) -> str:
+    """The library's words can quote the grammar, which is the user's; only what kind of fault it is goes on."""
+    too_large = ("too big", "too many", "too complex", "too large", "limit", "fuel", "items; max")
+    if any(word in error.lower() for word in too_large):
+        return TOO_LARGE
+    if "NoExtension" in error:
+        return "asks for bytes that no token of this model has"
+    return "is refused by the grammar library"
+
+
+def load_tokenizer(folder: Path, vocab_size: int, own_ends: Sequence[int]) -> LLTokenizer:
+    """Raises BadGrammar."""
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(own_ends) or None)
+    except (OSError, ValueError) as error:
+        raise BadGrammar(
+            "cannot be used: this model has no tokenizer.json that grammars can be held to"
+        ) from error
+
+
+def end_ids(folder: Path) -> list[int]:
+    """The ids that end the model's answers, as its files name them."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(found)
