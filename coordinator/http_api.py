@@ -37,6 +37,7 @@ from coordinator.http_body import Receive, Scope, Send
 from coordinator.metrics import Metrics
 from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
+from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 
 DEFAULT_FRONT = FrontId("front-0")
@@ -55,11 +56,14 @@ def create_app(
     api_keys: Sequence[str] = (),
     front: FrontId = DEFAULT_FRONT,
     limits: Limits | None = None,
+    structured: StructuredOutput | None = None,
 ) -> ASGIApp:
     """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
     them `/health` alone.
     `seed`: see `RequestBuilder`."""
-    builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed)
+    builder = RequestBuilder(
+        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured
+    )
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
     # FastAPI's own document is made from its routes, which know nothing of bodies and answers.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)

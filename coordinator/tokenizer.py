@@ -42,6 +42,7 @@ class Tokenizer:
     """
 
     def __init__(self, model_dir: Path) -> None:
+        self.folder = model_dir
         text = _read(model_dir, "tokenizer.json")
         spec = json.loads(text)
         config = _read_json(model_dir, "config.json")

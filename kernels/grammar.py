@@ -25,6 +25,7 @@ LIBRARY = f"llguidance {_version}"
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_COMPILED = 128
+TRIED_TOKENS = 4
 TOO_LARGE = "is too large: a limit of the grammar library is reached"
 
 
@@ -165,17 +166,22 @@ class GrammarCompiler:
 
 
 def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """A matcher at its beginning. Its first mask is computed and a token of it tried: what asks for too much often
-    shows only there. Raises BadGrammar."""
+    """A matcher at its beginning. What asks for too much often shows only when a token is read, so a few are tried.
+
+    Raises BadGrammar.
+    """
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise BadGrammar(f"is longer than {MAX_TEXT_BYTES} bytes")
     state = LLMatcher(tokenizer, _grammar_of(kind, text), log_level=0, limits=limits())
-    bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    if state.is_error() or not bits.any():
-        raise BadGrammar(_reason(state.get_error() or "NoExtension"))
     tried = state.deep_copy()
-    if not tried.consume_token(int(bits.argmax())) and _reason(tried.get_error()) == TOO_LARGE:
-        raise BadGrammar(TOO_LARGE)
+    for step in range(TRIED_TOKENS):
+        bits = np.unpackbits(np.frombuffer(tried.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        if tried.is_error() or not bits.any():
+            reason = _reason(tried.get_error() or "NoExtension")
+            if step == 0 or reason == TOO_LARGE:
+                raise BadGrammar(reason)
+            break
+        tried.consume_token(int(bits.argmax()))
     return state
 
 

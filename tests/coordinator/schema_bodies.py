@@ -122,7 +122,8 @@ class Bodies:
                 return _numbers(kind, schema)
             case "string":
                 lengths = {*_lengths(schema, "minLength", "maxLength"), 3}
-                return ["aé😀 "[index % 4] * length for index, length in enumerate(sorted(lengths))]
+                plain = ["a"] if "pattern" in schema else []
+                return plain + ["aé😀 "[index % 4] * length for index, length in enumerate(sorted(lengths))]
             case "array":
                 return [
                     [self._value(schema["items"]) for _ in range(length)]
