@@ -43,6 +43,15 @@ def _read_keys(paths: object) -> object:
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
+def _readable(path: Path) -> Path:
+    """Of a file that another process reads: absolute, and refused here where it cannot be read."""
+    try:
+        path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read it: {error}") from error
+    return path.absolute()
+
+
 def _one_or_more(keys: object) -> object:
     """In a file one key may stand without brackets."""
     return [keys] if isinstance(keys, str) else keys
@@ -51,6 +60,7 @@ def _one_or_more(keys: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Keys = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), AfterValidator(_checked_keys)]
 KeysOfFiles = Annotated[tuple[str, ...], BeforeValidator(_read_keys), AfterValidator(_checked_keys)]
+TextFile = Annotated[Path, AfterValidator(_readable)]
 WorkerRole = Literal["prefill", "decode"]
 
 WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
@@ -180,6 +190,14 @@ class CoordinatorSettings(ProcessSettings):
     port: int = flag(8000, "port that HTTP listens on; 0: any free one", "HTTP", ge=0, le=65535)
     served_model_name: str | None = flag(
         None, "name of the model in requests; absent: last part of --model", "HTTP", metavar="NAME"
+    )
+    chat_template: TextFile | None = flag(
+        None, "jinja template of chats; absent: the model's own", "HTTP", metavar="FILE"
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = flag(
+        "auto",
+        "how the model writes its tool calls; auto: as its chat template and vocabulary say",
+        "HTTP",
     )
     api_key: Keys = flag(
         (),

@@ -23,9 +23,8 @@ TOKEN_ID = "token-id"
 def describe_body(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     """A `json_schema_extra` of pydantic: changes `schema`, the one of `cls`, in place."""
     properties = schema.setdefault("properties", {})
-    fields = {field.alias or name: field for name, field in cls.model_fields.items()}
     for name, value in properties.items():
-        properties[name] = _described(value, fields[name])
+        properties[name] = _described(value, cls.model_fields[name])
         properties[name]["description"] = WORDS.get(f"{cls.__name__}.{name}") or WORDS.get(name, "")
     neutral: Neutral = getattr(cls, "NEUTRAL", {})
     properties.update({name: neutral_field(values) for name, values in neutral.items()})
@@ -48,7 +47,7 @@ def or_null(schema: dict[str, Any]) -> dict[str, Any]:
         if len(others) > 1:
             return {**schema, "anyOf": [*others, null]}
         schema = {**{key: value for key, value in schema.items() if key != "anyOf"}, **others[0]}
-    if "enum" in schema or not isinstance(schema.get("type"), str):
+    if "enum" in schema or "const" in schema or not isinstance(schema.get("type"), str):
         return {"anyOf": [schema, null]}
     return {**schema, "type": [schema["type"], "null"]}
 

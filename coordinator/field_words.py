@@ -14,18 +14,45 @@ WORDS: Final[dict[str, str]] = {
     "above 0 needs logprobs, stream_options needs stream.",
     "TextFields": "A text to go on with. min_tokens may not be more than the answer may have; stream_options needs "
     "stream.",
-    "ChatMessage": "One message. Role tool needs its tool_call_id.",
+    "ChatMessage": "One message. Role tool needs its tool_call_id. Only role assistant may have tool_calls, and then "
+    "need not have content.",
     "StreamOptions": "What a stream carries beside its text.",
     "TextPart": "A part of a message's content; parts are joined by line breaks.",
-    "type": "Which kind of part; both mean text.",
+    "TextPart.type": "Which kind of part; both mean text.",
     "text": "The text of the part.",
     # Who and what
     "model": "Name of a served model, as /v1/models lists it.",
     "messages": "The conversation so far, oldest first; the model's chat template makes one prompt of it.",
     "role": "Who speaks. developer is another word for system.",
     "content": "The text of the message, as a string or as text parts.",
-    "name": "Name of the speaker, for templates that show it.",
+    "ChatMessage.name": "Name of the speaker, for templates that show it.",
     "tool_call_id": "Which call a message of role tool answers.",
+    "tool_calls": "Calls that the assistant made in this message.",
+    "add_generation_prompt": "Whether the prompt ends in the beginning of the assistant's message. Absent: yes, unless "
+    "continue_final_message.",
+    "continue_final_message": "Goes on with the last message, which must be plain text, where it ends. Not together "
+    "with add_generation_prompt.",
+    "chat_template_kwargs": "More names for the chat template, such as enable_thinking; none that the server sets, and "
+    "none that ends in _token. At most 16 KiB of JSON.",
+    # Tools
+    "ToolFields": "One tool that the model may call.",
+    "FunctionFields": "A function of the client's.",
+    "NamedChoice": "A call of one function, by its name.",
+    "ChosenFunction": "The function that is to be called.",
+    "CallFields": "A call that the assistant made.",
+    "CalledFunction": "The function that was called, and with what.",
+    "type": "Only functions are served.",
+    "function": "The function.",
+    "name": "Name of the function.",
+    "id": "Name of the call, which the message that answers it repeats.",
+    "description": "What the function does, for the model.",
+    "parameters": "JSON schema of the function's arguments, which are an object. Absent: it takes none.",
+    "strict": "Arguments fit the schema whenever a call is forced, with or without this; they are not bound otherwise.",
+    "arguments": "The arguments as JSON, which must be an object, written as a string. Empty: none.",
+    "tools": "Functions that the model may call, each name once. At most 256 KiB of JSON.",
+    "tool_choice": "none: no call. auto: the model decides. required: at least one call. An object names the function "
+    "to call. Absent: auto with tools, none without.",
+    "parallel_tool_calls": "Whether one answer may hold several calls.",
     "prompt": "The text, as a string or as token ids; a list with one of either means the same.",
     "user": "Whom requests are counted for in the sharing between tenants, where no keys are set. Empty: nobody.",
     # How tokens are chosen
@@ -48,29 +75,6 @@ WORDS: Final[dict[str, str]] = {
     "stop": "Strings that end the answer and are not part of it, each of at most 1,024 bytes of UTF-8.",
     "stop_token_ids": "Token ids that end the answer.",
     "ignore_eos": "Goes on after the model's own end tokens.",
-    # What it must look like
-    "ResponseFormat": "What the answer must look like. json_schema is there for type json_schema, and for that alone.",
-    "response_format": "What the answer must look like; of the fields that say so, one may be given, and ignore_eos "
-    "with none of them. JSON comes with one space after commas and colons and no other white space.",
-    "ResponseFormat.type": "text asks for nothing, json_object for any JSON object.",
-    "json_schema": "The schema that the answer is held to.",
-    "JsonSchemaFormat": "A JSON schema with a name.",
-    "JsonSchemaFormat.name": "A name for the schema; it changes nothing.",
-    "JsonSchemaFormat.schema": "The schema. A keyword that answers cannot be held to is refused by name.",
-    "description": "What the schema is for; it changes nothing.",
-    "strict": "Changes nothing: answers are always held to the whole schema.",
-    "StructuredOutputs": "What the answer must look like, as vLLM spells it: exactly one of json, regex, choice, "
-    "grammar and json_object.",
-    "structured_outputs": "What the answer must look like, as vLLM spells it.",
-    "json": "A JSON schema, as an object or as its text.",
-    "regex": "A regular expression that the whole answer matches.",
-    "choice": "Texts of which the answer is one.",
-    "grammar": "A grammar in Lark, as llguidance takes it, without directives.",
-    "json_object": "Whether the answer is any JSON object.",
-    "guided_json": "An older name of structured_outputs.json.",
-    "guided_regex": "An older name of structured_outputs.regex.",
-    "guided_choice": "An older name of structured_outputs.choice.",
-    "guided_grammar": "An older name of structured_outputs.grammar.",
     # What comes back
     "stream": "Sends the answer as it is made, as server-sent events that end in `data: [DONE]`.",
     "stream_options": "Only with stream.",

@@ -164,7 +164,8 @@ class Generation:
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
         job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
-        text_bytes = kitchen.tokenizer.text_bytes
+        shown_ids = job.tools.shown_ids if job.tools is not None else frozenset()
+        text_bytes = kitchen.tokenizer.text_bytes_with(shown_ids)
         self._answers = [Answer(text_bytes, request.sampling, job.stops) for request in job.requests]
         stream = await kitchen.gateway.submit(job.requests)
         self._phase = Phase.PREFILLING
@@ -196,7 +197,7 @@ class Generation:
         assert self._meter is not None
         answers, meter = self._answers, self._meter
         shape = self._surface.chunks(
-            self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage
+            self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage, job.tools
         )
         data = b"".join([shape.begin(choice) for choice in range(len(answers))])
         unfinished = len(answers)
@@ -231,7 +232,7 @@ class Generation:
             whole_choice(of, str(answer.finish), request.sampling.logprobs is not None)
             for of, answer, request in zip(pieces, answers, job.requests, strict=True)
         ]
-        whole = Whole(self._heading(job), choices, self._usage(job))
+        whole = Whole(self._heading(job), choices, self._usage(job), job.tools)
         await out.whole(self._surface.respond(whole, self._kitchen.tokenizer.token_bytes))
         self._finished()
 

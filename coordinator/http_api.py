@@ -37,8 +37,10 @@ from coordinator.http_body import Receive, Scope, Send
 from coordinator.metrics import Metrics
 from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
-from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
+from coordinator.tool_families import family_of
+
+log = logging.getLogger("kvferry.http")
 
 DEFAULT_FRONT = FrontId("front-0")
 NOT_HTTP = "Invalid HTTP request received."
@@ -56,13 +58,15 @@ def create_app(
     api_keys: Sequence[str] = (),
     front: FrontId = DEFAULT_FRONT,
     limits: Limits | None = None,
-    structured: StructuredOutput | None = None,
+    tool_call_parser: str = "auto",
 ) -> ASGIApp:
     """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
     them `/health` alone.
     `seed`: see `RequestBuilder`."""
+    family = family_of(tokenizer.template, tokenizer.added_ids, tool_call_parser)
+    log.info("tool calls are read as those of the %s family", family.name)
     builder = RequestBuilder(
-        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured
+        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, family
     )
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
     # FastAPI's own document is made from its routes, which know nothing of bodies and answers.

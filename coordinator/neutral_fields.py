@@ -17,6 +17,7 @@ SHARED: Neutral = {
     "n": (1,),
     "store": (False,),
     "metadata": ({},),
+    "response_format": ({"type": "text"},),
     "safety_identifier": _NULL_ONLY,
     "prompt_cache_key": _NULL_ONLY,
     "prompt_cache_retention": _NULL_ONLY,
@@ -37,7 +38,12 @@ SHARED: Neutral = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "request_id": _NULL_ONLY,
+    "structured_outputs": _NULL_ONLY,
     "structural_tag": _NULL_ONLY,
+    "guided_json": _NULL_ONLY,
+    "guided_regex": _NULL_ONLY,
+    "guided_choice": _NULL_ONLY,
+    "guided_grammar": _NULL_ONLY,
     "guided_decoding_backend": _NULL_ONLY,
     "guided_whitespace_pattern": _NULL_ONLY,
     "kv_transfer_params": ({},),
@@ -53,10 +59,6 @@ SHARED: Neutral = {
 
 CHAT: Neutral = {
     **SHARED,
-    "tools": ([],),
-    # Without tools both mean the same: no call.
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -69,12 +71,9 @@ CHAT: Neutral = {
     # vLLM
     "best_of": (1,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
     "chat_template": _NULL_ONLY,
-    "chat_template_kwargs": ({},),
     "media_io_kwargs": ({},),
     "include_reasoning": (True,),
 }
@@ -87,19 +86,9 @@ TEXT: Neutral = {
     "add_special_tokens": (True,),
 }
 
-STRUCTURED_OUTPUTS: Neutral = {
-    # There is one library and no fallback, and white space is never free.
-    "disable_fallback": (True, False),
-    "disable_any_whitespace": (True, False),
-    "disable_additional_properties": (False,),
-    "whitespace_pattern": _NULL_ONLY,
-    "structural_tag": _NULL_ONLY,
-}
-
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
 MESSAGE: Neutral = {
-    "tool_calls": ([],),
     "function_call": _NULL_ONLY,
     "refusal": _NULL_ONLY,
     "audio": _NULL_ONLY,

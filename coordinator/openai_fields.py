@@ -37,9 +37,8 @@ class Fields(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
-        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
-            if name in known:
+            if name in cls.model_fields:
                 if value is not None:
                     kept[name] = value
             elif name not in cls.NEUTRAL:
@@ -94,11 +93,15 @@ def first_fault(error: ValidationError) -> BadRequest:
     return BadRequest(message, param=place or None, code=code)
 
 
+NO_PLACES = ("str", "list[int]", "[mode]", "[named]", "[key]")
+"""What pydantic has in a place beside names and numbers: branches of a union, the key of a map."""
+
+
 def _place(loc: tuple[int | str, ...]) -> str:
     place = ""
     for step in loc:
         if isinstance(step, int):
             place += f"[{step}]"
-        elif step not in ("str", "list[int]", "[key]"):  # branches of a union, the key of a map
+        elif step not in NO_PLACES:
             place += f".{shown(step)}" if place else shown(step)
     return place

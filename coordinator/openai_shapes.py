@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.answer import Piece, ScoredToken
+from coordinator.tool_use import CallShapes, ToolUse
 
 TokenBytes = Callable[[int], bytes]
 
@@ -49,8 +50,11 @@ class ChunkShape:
 
     object = ""
 
-    def __init__(self, heading: Heading, token_bytes: TokenBytes, include_usage: bool) -> None:
+    def __init__(
+        self, heading: Heading, token_bytes: TokenBytes, include_usage: bool, tools: ToolUse | None = None
+    ) -> None:
         self._token_bytes = token_bytes
+        self._tools = tools
         self._heading = heading
         self._usage_key: dict[str, Any] = {"usage": None} if include_usage else {}
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
@@ -94,11 +98,41 @@ class ChunkShape:
 
 
 class ChatChunks(ChunkShape):
+    """Where tools may be called, a piece may become no chunk or several, each with a delta of its own."""
+
     object = "chat.completion.chunk"
 
+    def __init__(
+        self, heading: Heading, token_bytes: TokenBytes, include_usage: bool, tools: ToolUse | None = None
+    ) -> None:
+        super().__init__(heading, token_bytes, include_usage, tools)
+        self._calls: dict[int, CallShapes] = {}
+        self._waiting: dict[int, list[ScoredToken]] = {}
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        if self._tools is None:
+            return super().piece(choice, piece)
+        if choice not in self._calls:
+            self._calls[choice] = CallShapes(self._tools, self._heading.id, choice)
+        calls = self._calls[choice]
+        waiting = self._waiting.setdefault(choice, [])
+        waiting += piece.tokens
+        deltas = calls.deltas(piece.text, piece.finish)
+        chunks = [self._delta(choice, delta, self._taken(waiting), None) for delta in deltas]
+        if piece.finish is not None:
+            chunks.append(self._delta(choice, {}, self._taken(waiting), calls.finish(piece.finish)))
+        return b"".join(chunks)
+
+    def _taken(self, waiting: list[ScoredToken]) -> dict[str, Any] | None:
+        logprobs = self._logprobs(waiting)
+        waiting.clear()
+        return logprobs
+
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+
     def begin(self, choice: int) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk({"index": choice, "delta": delta, "logprobs": None, "finish_reason": None})
+        return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
 
     def _choice(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
@@ -135,6 +169,7 @@ class Whole:
     heading: Heading
     choices: Sequence[WholeChoice]
     usage: dict[str, Any]
+    tools: ToolUse | None = None
 
 
 def whole_choice(pieces: Sequence[Piece], finish: str, scored: bool) -> WholeChoice:
@@ -148,9 +183,13 @@ def whole_choice(pieces: Sequence[Piece], finish: str, scored: bool) -> WholeCho
 
 def chat_response(whole: Whole, token_bytes: TokenBytes) -> bytes:
     def show(index: int, choice: WholeChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        said, finish = {"content": choice.text, "refusal": None}, choice.finish
+        if whole.tools is not None:
+            calls = CallShapes(whole.tools, whole.heading.id, index)
+            said, finish = calls.message(choice.text), calls.finish(finish)
         logprobs = chat_logprobs(choice.tokens, token_bytes) if choice.scored else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        message = {"role": "assistant", **said}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     return _response("chat.completion", whole, show)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
@@ -17,8 +17,9 @@ from common.request import FrontId, Request, SamplingParams, pack_ids
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
 from coordinator.openai_schema import CompletionFields, TextFields, read_chat, read_text
-from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
+from coordinator.tool_families import FAMILIES, Family
+from coordinator.tool_use import ToolUse, tool_use
 
 DEFAULT_TEXT_MAX_TOKENS = 16
 NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
@@ -33,6 +34,7 @@ class Job:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    tools: ToolUse | None = None
 
     @property
     def request(self) -> Request:
@@ -62,35 +64,37 @@ class RequestBuilder:
         tiers: Mapping[str, int],
         front: FrontId,
         seed: int | None = None,
-        structured: StructuredOutput | None = None,
+        tool_family: Family = FAMILIES["hermes"],
     ) -> None:
-        self.structured = structured or StructuredOutput(tokenizer)
         self._gateway = gateway
         self._tokenizer = tokenizer
         self._served_models = served_models
         self._tiers = dict(tiers)
         self._front = front
+        self._family = tool_family
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     async def chat(self, body: dict[str, Any], tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
         fields = read_chat(body)
         context = self._check(fields)
-        await self._check_form(fields)
-        ids = await self._tokenizer.encode_chat(
-            [message.for_template() for message in fields.messages], context
-        )
+        tools = tool_use(self._family, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        if tools is not None and tools.forced:
+            raise UnsupportedField(
+                "tool_choice: is not here yet.", param="tool_choice", code="unsupported_value"
+            )
+        ids = await self._tokenizer.encode_chat(fields.chat(), context)
         asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
         room = _room(len(ids), context, "messages")
         max_tokens = room if asked is None else _fitting(asked, len(ids), context, field)
-        return self._job("chatcmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+        job = self._job("chatcmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+        return replace(job, tools=tools)
 
     async def text(self, body: dict[str, Any], tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
         fields = read_text(body)
         context = self._check(fields)
-        await self._check_form(fields)
         ids = await self._prompt_ids(fields, context)
         room = _room(len(ids), context, "prompt")
         if fields.max_tokens is None:
@@ -122,11 +126,6 @@ class RequestBuilder:
         _room(len(fields.prompt), context, "prompt")
         self._check_ids(fields.prompt, "prompt")
         return fields.prompt
-
-    async def _check_form(self, fields: CompletionFields) -> None:
-        if fields.form is not None:
-            self.structured.check_stop_ids(fields.stop_token_ids)
-            await self.structured.check(*fields.form)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         size = self._tokenizer.vocab_size
@@ -209,7 +208,6 @@ class RequestBuilder:
             min_tokens=fields.min_tokens,
             end_token_ids=tuple(sorted({*end_ids, *fields.stop_token_ids})),
             logprobs=logprobs,
-            grammar=None if fields.form is None else fields.form[0],
         )
 
 

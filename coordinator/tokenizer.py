@@ -14,16 +14,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Encoder
 
 from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
-from coordinator.chat_template import ChatTemplate, find_template
+from coordinator.chat_template import ChatTemplate, find_templates
+from coordinator.openai_messages import Chat
 from coordinator.token_bytes import UnknownDecoder, bytes_rule
 
 # One text at a time needs no pool of threads in the library, which would also warn at every child we start.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+Result = TypeVar("Result")
 
 LARGE_TEXT_CHARS = 8192
 TEMPLATE_CHARS_PER_MESSAGE = 32
@@ -38,11 +41,12 @@ KEEPING_CUTS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split"})
 class Tokenizer:
     """Encodes prompts, renders chats, and knows the bytes of every token id.
 
-    `vocab_size` is the model's: ids are valid from 0 to vocab_size − 1. `end_ids` end an answer.
+    `vocab_size` is the model's: ids are valid from 0 to vocab_size − 1. `end_ids` end an answer. `added_ids` are the
+    tokens that stand outside the vocabulary's rules, special ones among them, by their text. `chat_template` takes
+    the place of the model's own.
     """
 
-    def __init__(self, model_dir: Path) -> None:
-        self.folder = model_dir
+    def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
         text = _read(model_dir, "tokenizer.json")
         spec = json.loads(text)
         config = _read_json(model_dir, "config.json")
@@ -53,6 +57,7 @@ class Tokenizer:
         self._encoder.no_padding()
         tokens = {id: token for token, id in self._encoder.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = _vocab_size(config, max(tokens) + 1)
+        self.added_ids: dict[str, int] = {added["content"]: added["id"] for added in spec["added_tokens"]}
         self.special_ids = frozenset(added["id"] for added in spec["added_tokens"] if added["special"])
         special_tokens = _special_tokens(model_dir, settings)
         self.end_ids = _end_ids(
@@ -62,8 +67,8 @@ class Tokenizer:
         self._adds_bos = self._bos_id is not None and self._ids("", special_tokens=True)[:1] == [self._bos_id]
         self._bytes = self._table(spec, tokens)
         self._bytes_per_token = _longest_token_bytes(spec, self._bytes)
-        source = find_template(model_dir, settings)
-        self._template = None if source is None else ChatTemplate(source, special_tokens)
+        source, tool_source = (chat_template, None) if chat_template else find_templates(model_dir, settings)
+        self.template = None if source is None else ChatTemplate(source, special_tokens, tool_source)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._places = threading.Semaphore(MAX_LARGE_TEXTS)
 
@@ -87,49 +92,67 @@ class Tokenizer:
         """What the token adds to an answer's text: special tokens add nothing."""
         return b"" if id in self.special_ids else self.token_bytes(id)
 
+    def text_bytes_with(self, shown_ids: frozenset[int]) -> Callable[[int], bytes]:
+        """`text_bytes`, but that these special tokens add their names: an answer's parser must see them."""
+        if not shown_ids:
+            return self.text_bytes
+        return lambda id: self.token_bytes(id) if id in shown_ids else self.text_bytes(id)
+
+    def token_string(self, id: int) -> str:
+        """How the vocabulary spells it."""
+        return self._encoder.id_to_token(id) or ""
+
     # ------------------------------------------------------------ text to ids
 
-    async def encode(self, text: str, max_tokens: int) -> list[int]:
+    async def encode(
+        self, text: str, max_tokens: int | None = None, special_tokens: bool = True
+    ) -> list[int]:
         """A text prompt, with the special tokens that the tokenizer's post-processor adds.
 
         Raises BadRequest when its bytes alone show that it is longer than `max_tokens`, NotAdmitted when too many
         large texts are already being worked on.
         """
         self._check_bytes([text], max_tokens, "prompt")
-        return await self._off_the_loop(len(text), lambda: self.encode_now(text))
+        return await self.off_the_loop(len(text), lambda: self.encode_now(text, special_tokens))
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]], max_tokens: int) -> list[int]:
+    async def encode_chat(
+        self, chat: Chat, max_tokens: int | None = None, special_tokens: bool = False
+    ) -> list[int]:
         """A chat, rendered by the template, which itself writes every special token. Raises as `encode`."""
-        template = self._template
-        if template is None:
+        if self.template is None:
             raise BadRequest(
                 "This model has no chat template; use /v1/completions.",
                 param="messages",
                 code="no_chat_template",
             )
-        texts = [message["content"] for message in messages]
+        texts = [message["content"] for message in chat.messages]
         self._check_bytes(texts, max_tokens, "messages")
         size = sum(map(len, texts)) + TEMPLATE_CHARS_PER_MESSAGE * len(texts)
-        return await self._off_the_loop(size, lambda: self._encode_rendered(template.render(messages)))
+        if chat.tools or chat.kwargs:
+            # How long a template takes then, its texts do not say.
+            size = LARGE_TEXT_CHARS + 1
+        return await self.off_the_loop(size, lambda: self._encode_rendered(chat, max_tokens, special_tokens))
 
-    def encode_now(self, text: str) -> list[int]:
-        ids = self._ids(text, special_tokens=True)
+    def encode_now(self, text: str, special_tokens: bool = True) -> list[int]:
+        ids = self._ids(text, special_tokens)
         # A prompt that spells out the BOS which the post-processor adds as well would have it twice.
-        return ids[1:] if self._adds_bos and ids[1:2] == [self._bos_id] else ids
+        return ids[1:] if special_tokens and self._adds_bos and ids[1:2] == [self._bos_id] else ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        assert self._template is not None
-        return self._template.render(messages)
+    def render_chat(self, chat: Chat) -> str:
+        assert self.template is not None
+        return self.template.render(chat)
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        return self._ids(text, special_tokens=False)
+    def _encode_rendered(self, chat: Chat, max_tokens: int | None, special_tokens: bool) -> list[int]:
+        text = self.render_chat(chat)
+        self._check_bytes([text], max_tokens, "messages")
+        return self.encode_now(text, special_tokens)
 
     def _ids(self, text: str, special_tokens: bool) -> list[int]:
         # A batch of one, because only the batch calls free the GIL: `encode` of 300 kB stops every thread for 0.2 s.
         return self._encoder.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
-    def _check_bytes(self, texts: Sequence[str], max_tokens: int, param: str) -> None:
-        if self._bytes_per_token is None:
+    def _check_bytes(self, texts: Sequence[str], max_tokens: int | None, param: str) -> None:
+        if self._bytes_per_token is None or max_tokens is None:
             return
         size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         limit = max_tokens * self._bytes_per_token
@@ -141,7 +164,7 @@ class Tokenizer:
                 code="context_length_exceeded",
             )
 
-    async def _off_the_loop(self, chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def off_the_loop(self, chars: int, encode: Callable[[], Result]) -> Result:
         """Large texts in a thread (the library frees the GIL), so that streams and health checks go on."""
         if chars <= LARGE_TEXT_CHARS:
             return encode()

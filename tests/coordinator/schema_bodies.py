@@ -17,6 +17,8 @@ STRANGE: list[Any] = [
     [{"type": "image_url"}], ["a"] * 17, list(range(129)), {"include_usage": True},
 ]  # fmt: skip
 LONGEST = 200
+TRIES = 50
+MOST_OBJECTS = 3
 
 
 def _is_integer(_: Any, value: Any) -> bool:
@@ -48,10 +50,8 @@ class Bodies:
         """The least body, and in it each field with each value at the borders of its schema and each strange one."""
         schema = self._schemas[self._name]
         least = {name: self._value(schema["properties"][name]) for name in schema["required"]}
-        for index, (name, said) in enumerate(schema["properties"].items()):
-            # Of the many fields that only take null and the like each meets a third of what is strange.
-            strange = STRANGE[index % 3 :: 3] if "enum" in said else STRANGE
-            for value in [*said.get("enum", self._edges(said)), *strange]:
+        for name, said in schema["properties"].items():
+            for value in [*self._edges(said), *STRANGE]:
                 yield {**least, name: value}
 
     def fitting(self) -> dict[str, Any]:
@@ -93,6 +93,15 @@ class Bodies:
         return self._random.choice([edge for edge in self._edges(schema) if fits.is_valid(edge)])
 
     def _object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """One that keeps the rules between its fields, if chance finds one."""
+        rules = Strict({"allOf": schema["allOf"]}) if "allOf" in schema else None
+        for _ in range(TRIES):
+            made = self._any_object(schema)
+            if rules is None or rules.is_valid(made):
+                break
+        return made
+
+    def _any_object(self, schema: dict[str, Any]) -> dict[str, Any]:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         optional = [name for name in properties if name not in required]
         chosen = self._random.sample(optional, self._random.randint(0, min(5, len(optional))))
@@ -124,13 +133,13 @@ class Bodies:
                 return _numbers(kind, schema)
             case "string":
                 lengths = {*_lengths(schema, "minLength", "maxLength"), 3}
-                plain = ["a"] if "pattern" in schema else []
-                return plain + ["aé😀 "[index % 4] * length for index, length in enumerate(sorted(lengths))]
+                named = ["a_1"] if "pattern" in schema else []
+                return named + ["aé😀 "[index % 4] * length for index, length in enumerate(sorted(lengths))]
             case "array":
-                return [
-                    [self._value(schema["items"]) for _ in range(length)]
-                    for length in {*_lengths(schema, "minItems", "maxItems"), 1, 2}
-                ]
+                lengths = {*_lengths(schema, "minItems", "maxItems"), 1, 2}
+                if "$ref" in schema["items"]:  # objects hold lists of objects: long ones would never end
+                    lengths = {length for length in lengths if length <= MOST_OBJECTS}
+                return [[self._value(schema["items"]) for _ in range(length)] for length in lengths]
             case _:
                 return [self._object(schema)]
 

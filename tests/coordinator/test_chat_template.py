@@ -4,8 +4,10 @@ import pytest
 
 from common.errors import BadRequest, ModelCannotBeLoaded
 from coordinator.chat_template import ChatTemplate
+from coordinator.openai_messages import Chat
 
-HI = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
+HI = Chat(MESSAGES)
 
 
 def test_blocks_take_their_line_with_them() -> None:
@@ -19,7 +21,9 @@ def test_what_templates_on_the_hub_use() -> None:
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
         "{{ strftime_now('%Y')[:2] }}{{ add_generation_prompt }}{{ tools is none }}"
     )
-    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "user", "content": "<é>"}, *HI])
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(
+        Chat([{"role": "user", "content": "<é>"}, *MESSAGES])
+    )
     assert rendered == '<s>{"role": "user", "content": "<é>"}20TrueTrue'
 
 

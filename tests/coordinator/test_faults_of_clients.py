@@ -21,6 +21,7 @@ from common.errors import RequestFailed
 from common.request import Request, unpack_ids
 from coordinator.generation import Limits
 from coordinator.http_api import create_app
+from coordinator.openai_messages import Chat
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, ScriptedGateway, Served, serving
 
@@ -211,7 +212,7 @@ def test_BR_090_a_chat_begins_with_what_its_template_says_and_no_more(
     ids = unpack_ids(asked.prompt_ids)
     start = tokenizer.encode_now("<|im_start|>")
     assert len(start) == 1
-    rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    rendered = tokenizer.render_chat(Chat([{"role": "user", "content": "hi"}]))
     assert ids[:1] == start and ids[1:2] != start
     assert ids.count(start[0]) == rendered.count("<|im_start|>")
 

@@ -160,15 +160,11 @@ def test_bad_values_of_text(change: dict[str, Any], param: str) -> None:
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"store": 0}, "store"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
-        (
-            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-            "structured_outputs.whitespace_pattern",
-        ),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"metadata": {"a": "b"}}, "metadata"),
-        ({"guided_decoding_backend": "auto"}, "guided_decoding_backend"),
+        ({"guided_json": {}}, "guided_json"),
         ({"prompt": "x"}, "prompt"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
@@ -176,7 +172,10 @@ def test_bad_values_of_text(change: dict[str, Any], param: str) -> None:
         ),
         ({"stream": True, "stream_options": {"x": True}}, "stream_options.x"),
         ({"messages": [{"role": "user", "content": "x", "frob": 1}]}, "messages[0].frob"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "function_call": {}}]},
+            "messages[0].function_call",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "messages[0].content[0]",

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
+from coordinator.openai_messages import Chat
 from coordinator.tokenizer import Tokenizer
 
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -75,8 +76,8 @@ def test_renders_chats_as_transformers_does(
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
         "input_ids"
     ]
-    assert asyncio.run(tokenizer.encode_chat(messages, 8192)) == expected
-    assert tokenizer.render_chat(messages) == reference.apply_chat_template(
+    assert asyncio.run(tokenizer.encode_chat(Chat(messages), 8192)) == expected
+    assert tokenizer.render_chat(Chat(messages)) == reference.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
 
@@ -182,7 +183,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_the_template_may_be_a_file_a_list_or_absent(model_dir: Path) -> None:
     settings_file = model_dir / "tokenizer_config.json"
-    chat = [{"role": "user", "content": "hi"}]
+    chat = Chat([{"role": "user", "content": "hi"}])
     named = [
         {"name": "tool_use", "template": "no"},
         {"name": "default", "template": "D{{ messages[0].content }}"},
