@@ -23,8 +23,9 @@ TOKEN_ID = "token-id"
 def describe_body(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     """A `json_schema_extra` of pydantic: changes `schema`, the one of `cls`, in place."""
     properties = schema.setdefault("properties", {})
+    fields = {field.alias or name: field for name, field in cls.model_fields.items()}
     for name, value in properties.items():
-        properties[name] = _described(value, cls.model_fields[name])
+        properties[name] = _described(value, fields[name])
         properties[name]["description"] = WORDS.get(f"{cls.__name__}.{name}") or WORDS.get(name, "")
     neutral: Neutral = getattr(cls, "NEUTRAL", {})
     properties.update({name: neutral_field(values) for name, values in neutral.items()})

@@ -45,9 +45,10 @@ WORDS: Final[dict[str, str]] = {
     "function": "The function.",
     "name": "Name of the function.",
     "id": "Name of the call, which the message that answers it repeats.",
-    "description": "What the function does, for the model.",
+    "FunctionFields.description": "What the function does, for the model.",
     "parameters": "JSON schema of the function's arguments, which are an object. Absent: it takes none.",
-    "strict": "Arguments fit the schema whenever a call is forced, with or without this; they are not bound otherwise.",
+    "FunctionFields.strict": "Arguments fit the schema whenever a call is forced, with or without this; they are not "
+    "bound otherwise.",
     "arguments": "The arguments as JSON, which must be an object, written as a string. Empty: none.",
     "tools": "Functions that the model may call, each name once. At most 256 KiB of JSON.",
     "tool_choice": "none: no call. auto: the model decides. required: at least one call. An object names the function "
@@ -75,6 +76,29 @@ WORDS: Final[dict[str, str]] = {
     "stop": "Strings that end the answer and are not part of it, each of at most 1,024 bytes of UTF-8.",
     "stop_token_ids": "Token ids that end the answer.",
     "ignore_eos": "Goes on after the model's own end tokens.",
+    # What it must look like
+    "ResponseFormat": "What the answer must look like. json_schema is there for type json_schema, and for that alone.",
+    "response_format": "What the answer must look like; of the fields that say so, one may be given, and ignore_eos "
+    "with none of them. JSON comes with one space after commas and colons and no other white space.",
+    "ResponseFormat.type": "text asks for nothing, json_object for any JSON object.",
+    "json_schema": "The schema that the answer is held to.",
+    "JsonSchemaFormat": "A JSON schema with a name.",
+    "JsonSchemaFormat.name": "A name for the schema; it changes nothing.",
+    "JsonSchemaFormat.schema": "The schema. A keyword that answers cannot be held to is refused by name.",
+    "description": "What the schema is for; it changes nothing.",
+    "strict": "Changes nothing: answers are always held to the whole schema.",
+    "StructuredOutputs": "What the answer must look like, as vLLM spells it: exactly one of json, regex, choice, "
+    "grammar and json_object.",
+    "structured_outputs": "What the answer must look like, as vLLM spells it.",
+    "json": "A JSON schema, as an object or as its text.",
+    "regex": "A regular expression that the whole answer matches.",
+    "choice": "Texts of which the answer is one.",
+    "grammar": "A grammar in Lark, as llguidance takes it, without directives.",
+    "json_object": "Whether the answer is any JSON object.",
+    "guided_json": "An older name of structured_outputs.json.",
+    "guided_regex": "An older name of structured_outputs.regex.",
+    "guided_choice": "An older name of structured_outputs.choice.",
+    "guided_grammar": "An older name of structured_outputs.grammar.",
     # What comes back
     "stream": "Sends the answer as it is made, as server-sent events that end in `data: [DONE]`.",
     "stream_options": "Only with stream.",

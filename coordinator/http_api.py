@@ -37,6 +37,7 @@ from coordinator.http_body import Receive, Scope, Send
 from coordinator.metrics import Metrics
 from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
+from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 from coordinator.tool_families import family_of
 
@@ -58,6 +59,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     front: FrontId = DEFAULT_FRONT,
     limits: Limits | None = None,
+    structured: StructuredOutput | None = None,
     tool_call_parser: str = "auto",
 ) -> ASGIApp:
     """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
@@ -66,7 +68,7 @@ def create_app(
     family = family_of(tokenizer.template, tokenizer.added_ids, tool_call_parser)
     log.info("tool calls are read as those of the %s family", family.name)
     builder = RequestBuilder(
-        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, family
+        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured, family
     )
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
     # FastAPI's own document is made from its routes, which know nothing of bodies and answers.

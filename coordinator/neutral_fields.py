@@ -17,7 +17,6 @@ SHARED: Neutral = {
     "n": (1,),
     "store": (False,),
     "metadata": ({},),
-    "response_format": ({"type": "text"},),
     "safety_identifier": _NULL_ONLY,
     "prompt_cache_key": _NULL_ONLY,
     "prompt_cache_retention": _NULL_ONLY,
@@ -38,12 +37,7 @@ SHARED: Neutral = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "request_id": _NULL_ONLY,
-    "structured_outputs": _NULL_ONLY,
     "structural_tag": _NULL_ONLY,
-    "guided_json": _NULL_ONLY,
-    "guided_regex": _NULL_ONLY,
-    "guided_choice": _NULL_ONLY,
-    "guided_grammar": _NULL_ONLY,
     "guided_decoding_backend": _NULL_ONLY,
     "guided_whitespace_pattern": _NULL_ONLY,
     "kv_transfer_params": ({},),
@@ -84,6 +78,15 @@ TEXT: Neutral = {
     "echo": (False,),
     "suffix": ("",),
     "add_special_tokens": (True,),
+}
+
+STRUCTURED_OUTPUTS: Neutral = {
+    # There is one library and no fallback, and white space is never free.
+    "disable_fallback": (True, False),
+    "disable_any_whitespace": (True, False),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": _NULL_ONLY,
+    "structural_tag": _NULL_ONLY,
 }
 
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}

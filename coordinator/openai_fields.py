@@ -37,8 +37,9 @@ class Fields(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 if value is not None:
                     kept[name] = value
             elif name not in cls.NEUTRAL:

@@ -11,6 +11,7 @@ What depends on the model (token ids inside the vocabulary, room in the context)
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -23,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from common.request import Grammar
 from coordinator import neutral_fields
 from coordinator.openai_fields import (
     UNSUPPORTED,
@@ -34,6 +36,15 @@ from coordinator.openai_fields import (
     problem,
     refusal,
     whole_text,
+)
+from coordinator.openai_formats import (
+    Choices,
+    Lark,
+    Pattern,
+    ResponseFormat,
+    SchemaOrText,
+    StructuredOutputs,
+    grammar_of,
 )
 from coordinator.openai_messages import Chat, ChatMessage, check_continuation
 from coordinator.openai_tools import TemplateKwargs, ToolChoice, Tools, fault_of_choice
@@ -91,6 +102,10 @@ _OnePrompt = Field(min_length=1, max_length=1)
 _PromptsInput = Annotated[list[_PromptText], _OnePrompt] | Annotated[list[_PromptIds], _OnePrompt]
 
 
+def _guided(found: tuple[Grammar, str] | None) -> tuple[Grammar, str] | None:
+    return None if found is None else (found[0], f"guided_{found[1]}")
+
+
 class StreamOptions(Fields):
     NEUTRAL: ClassVar[neutral_fields.Neutral] = neutral_fields.STREAM_OPTIONS
 
@@ -128,6 +143,40 @@ class CompletionFields(Fields):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     service_tier: Label | None = None
     cache_salt: MaybeLabel = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Lark | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> CompletionFields:
+        asked = self._grammars()
+        if len(asked) > 1:
+            field = asked[1][1].partition(".")[0]
+            why = f"asks for a form of the answer, and {asked[0][1].partition('.')[0]} does too; give one of them"
+            raise PydanticCustomError("bad_value", "{why}", {"field": field, "why": why})
+        if asked and self.ignore_eos:
+            why = "cannot go with a form of the answer, which says where the answer ends"
+            raise PydanticCustomError("bad_value", "{why}", {"field": "ignore_eos", "why": why})
+        return self
+
+    def _grammars(self) -> list[tuple[Grammar, str]]:
+        found = [
+            self.response_format.grammar() if self.response_format is not None else None,
+            self.structured_outputs.as_grammar() if self.structured_outputs is not None else None,
+            _guided(grammar_of(self.guided_json, None, None, None)),
+            _guided(grammar_of(None, self.guided_regex, None, None)),
+            _guided(grammar_of(None, None, self.guided_choice, None)),
+            _guided(grammar_of(None, None, None, self.guided_grammar)),
+        ]
+        return [one for one in found if one is not None]
+
+    @cached_property
+    def form(self) -> tuple[Grammar, str] | None:
+        """What the answer must look like, and the field that says so."""
+        return next(iter(self._grammars()), None)
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> CompletionFields:

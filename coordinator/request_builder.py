@@ -17,6 +17,7 @@ from common.request import FrontId, Request, SamplingParams, pack_ids
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
 from coordinator.openai_schema import CompletionFields, TextFields, read_chat, read_text
+from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 from coordinator.tool_families import FAMILIES, Family
 from coordinator.tool_use import ToolUse, tool_use
@@ -64,8 +65,10 @@ class RequestBuilder:
         tiers: Mapping[str, int],
         front: FrontId,
         seed: int | None = None,
+        structured: StructuredOutput | None = None,
         tool_family: Family = FAMILIES["hermes"],
     ) -> None:
+        self.structured = structured or StructuredOutput(tokenizer)
         self._gateway = gateway
         self._tokenizer = tokenizer
         self._served_models = served_models
@@ -83,6 +86,7 @@ class RequestBuilder:
             raise UnsupportedField(
                 "tool_choice: is not here yet.", param="tool_choice", code="unsupported_value"
             )
+        await self._check_form(fields)
         ids = await self._tokenizer.encode_chat(fields.chat(), context)
         asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
@@ -95,6 +99,7 @@ class RequestBuilder:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
         fields = read_text(body)
         context = self._check(fields)
+        await self._check_form(fields)
         ids = await self._prompt_ids(fields, context)
         room = _room(len(ids), context, "prompt")
         if fields.max_tokens is None:
@@ -126,6 +131,11 @@ class RequestBuilder:
         _room(len(fields.prompt), context, "prompt")
         self._check_ids(fields.prompt, "prompt")
         return fields.prompt
+
+    async def _check_form(self, fields: CompletionFields) -> None:
+        if fields.form is not None:
+            self.structured.check_stop_ids(fields.stop_token_ids)
+            await self.structured.check(*fields.form)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         size = self._tokenizer.vocab_size
@@ -208,6 +218,7 @@ class RequestBuilder:
             min_tokens=fields.min_tokens,
             end_token_ids=tuple(sorted({*end_ids, *fields.stop_token_ids})),
             logprobs=logprobs,
+            grammar=None if fields.form is None else fields.form[0],
         )
 
 

@@ -24,6 +24,7 @@ from coordinator.metrics import Metrics
 from coordinator.model_folder import local_folder
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
+from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,9 @@ def run(settings: CoordinatorSettings) -> int:
     listener = _listen(settings.host, settings.port)
     template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
     tokenizer = Tokenizer(local_folder(settings.model or ""), template)
-    uvloop.run(_serve(settings, tokenizer, listener))
+    structured = StructuredOutput(tokenizer)
+    structured.prepare()
+    uvloop.run(_serve(settings, tokenizer, structured, listener))
     return 0
 
 
@@ -53,7 +56,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(settings: CoordinatorSettings, tokenizer: Tokenizer, listener: socket.socket) -> None:
+async def _serve(
+    settings: CoordinatorSettings, tokenizer: Tokenizer, structured: StructuredOutput, listener: socket.socket
+) -> None:
     metrics = Metrics(tuple(settings.all_tiers))
     registry = Registry(
         tokenizer_hash=tokenizer.tokenizer_hash,
@@ -85,6 +90,7 @@ async def _serve(settings: CoordinatorSettings, tokenizer: Tokenizer, listener: 
         api_keys=settings.api_keys,
         front=FRONT,
         limits=Limits(max_body_bytes=settings.max_body_size),
+        structured=structured,
         tool_call_parser=settings.tool_call_parser,
     )
     server = make_server(app, settings.host, settings.port)

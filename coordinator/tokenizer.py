@@ -47,6 +47,7 @@ class Tokenizer:
     """
 
     def __init__(self, model_dir: Path, chat_template: str | None = None) -> None:
+        self.folder = model_dir
         text = _read(model_dir, "tokenizer.json")
         spec = json.loads(text)
         config = _read_json(model_dir, "config.json")

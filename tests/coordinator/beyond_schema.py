@@ -18,6 +18,13 @@ BEYOND = (
     r"^tool_choice: is not here yet",
     r"^messages\[\d+\]: a message of role tool needs its tool_call_id",
     r"the context of this server is",
+    r"^structured_outputs: takes exactly one of",
+    r"^response_format: json_schema is there for type json_schema",
+    r"asks for a form of the answer, and \w+ does too",
+    r"^ignore_eos: cannot go with a form",
+    r"^stop_token_ids: may hold special tokens only",
+    # Languages of their own: JSON schemas, regular expressions, Lark.
+    r"^(response_format\.json_schema\.schema|structured_outputs\.\w+|guided_\w+): ",
     # Bytes, where a schema counts characters.
     r"is longer than 1024 bytes",
     # Numbers written as strings, and what a template makes of a conversation.

@@ -160,11 +160,16 @@ def test_bad_values_of_text(change: dict[str, Any], param: str) -> None:
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"store": 0}, "store"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"metadata": {"a": "b"}}, "metadata"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_decoding_backend": "auto"}, "guided_decoding_backend"),
         ({"prompt": "x"}, "prompt"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},

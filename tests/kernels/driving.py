@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.runner import ModelRunner
-from kernels.step import StepResult, TokenLogprob
+from kernels.step import GrammarLike, StepResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Sampling:
     end_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarLike | None = None
 
 
 @dataclass(frozen=True, slots=True)
