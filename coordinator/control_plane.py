@@ -28,6 +28,7 @@ from common.errors import (
     NoWorker,
     RequestFailed,
 )
+from common.fingerprint import digest
 from common.messages import (
     CancelRequest,
     HeartbeatAck,
@@ -43,6 +44,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import FrontId, Incarnation, Request, RequestId, WorkerId
+from common.version import VERSION
 from common.wire import MAX_MESSAGE_BYTES
 from coordinator.cluster import Cluster
 from coordinator.errors_http import CODES
@@ -85,6 +87,7 @@ class ControlPlane:
         self._timer_at = float("inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
+        self._system_fingerprint = ""
 
     # ------------------------------------------------------------ life
 
@@ -156,6 +159,12 @@ class ControlPlane:
 
     def max_model_len(self) -> int | None:
         return self._cluster.registry.max_model_len()
+
+    def system_fingerprint(self) -> str:
+        facts = self._cluster.registry.fingerprint()
+        if facts is not None:  # else what answered last is about to fail, and was of the last one
+            self._system_fingerprint = "fp_" + digest({**facts, "kvferry": VERSION})[:10]
+        return self._system_fingerprint
 
     def health(self) -> str | None:
         if self._cluster.draining:

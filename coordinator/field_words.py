@@ -54,7 +54,10 @@ WORDS: Final[dict[str, str]] = {
     "tool_choice": "none: no call. auto: the model decides. required: at least one call. An object names the function "
     "to call. Absent: auto with tools, none without.",
     "parallel_tool_calls": "Whether one answer may hold several calls.",
-    "prompt": "The text, as a string or as token ids; a list with one of either means the same.",
+    "prompt": "The text, as a string or as token ids, or a list of one kind of these: each prompt gets n choices, in "
+    "the order of the prompts, and prompts times n may be at most 128.",
+    "n": "How many answers to each prompt; they share the prompt's computation.",
+    "best_of": "Known for its neutral value: the same as n.",
     "user": "Whom requests are counted for in the sharing between tenants, where no keys are set. Empty: nobody.",
     # How tokens are chosen
     "temperature": "Divides the logits before sampling; 0 always takes the most likely token.",

@@ -62,6 +62,9 @@ class Gateway(Protocol):
     def max_model_len(self) -> int | None:
         """Longest prompt + answer that any pair of workers could hold; None while no worker is registered."""
 
+    def system_fingerprint(self) -> str:
+        """`fp_` and ten hex digits: the same as long as what decides the bits of answers is the same."""
+
     def health(self) -> str | None:
         """None when a request could be served now, else the reason why not."""
 

@@ -237,7 +237,8 @@ class Generation:
         self._finished()
 
     def _heading(self, job: Job) -> Heading:
-        return Heading(job.request.request_id, job.model, int(time.time()))
+        fingerprint = self._kitchen.gateway.system_fingerprint()
+        return Heading(job.request.request_id, job.model, int(time.time()), fingerprint)
 
     def _usage(self, job: Job) -> dict[str, Any]:
         """What followers find of their leader's KV was computed here for this request: only a leader's hits were

@@ -14,7 +14,6 @@ Neutral = Mapping[str, tuple[Any, ...]]
 _NULL_ONLY: tuple[Any, ...] = ()
 
 SHARED: Neutral = {
-    "n": (1,),
     "store": (False,),
     "metadata": ({},),
     "safety_identifier": _NULL_ONLY,
@@ -63,7 +62,6 @@ CHAT: Neutral = {
     "verbosity": ("medium",),
     "web_search_options": _NULL_ONLY,
     # vLLM
-    "best_of": (1,),
     "echo": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
@@ -74,7 +72,6 @@ CHAT: Neutral = {
 
 TEXT: Neutral = {
     **SHARED,
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "add_special_tokens": (True,),

@@ -51,6 +51,8 @@ from coordinator.openai_tools import TemplateKwargs, ToolChoice, Tools, fault_of
 
 MAX_MESSAGES = 4096
 MAX_PROMPT_IDS = 1 << 20
+MAX_CHOICES = 128
+"""Of one request, over all its prompts."""
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -75,31 +77,47 @@ def _stops(value: Any) -> Any:
     return stops
 
 
-def _prompt(value: Any) -> Any:
-    """A string or token ids; a list of one of them is unwrapped."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise refusal(UNSUPPORTED, "", "holds several prompts; send one request for each")
-        value = value[0]
+def _prompts(value: Any) -> Any:
+    """One prompt, a string or token ids, becomes a list of one; a list of prompts is of one kind."""
     if isinstance(value, str):
-        return whole_text(value)
+        return [whole_text(value)]
     if not isinstance(value, list):
-        raise problem("must be a string, a list of token ids, or a list with one of these")
+        raise problem("must be a string, a list of token ids, or a list of strings or of lists of token ids")
     if not value:
         raise problem("is empty; give at least one token")
-    if len(value) > MAX_PROMPT_IDS:
-        raise problem(f"may hold at most {MAX_PROMPT_IDS} token ids, not {len(value)}")
-    if not all(type(item) is int for item in value):
-        raise problem("must hold token ids only, which are whole numbers")
+    if not isinstance(value[0], (str, list)):
+        return [_prompt_ids(value, "", MAX_PROMPT_IDS)]
+    if len(value) > MAX_CHOICES:
+        raise problem(f"may hold at most {MAX_CHOICES} prompts, not {len(value)}")
+    room = MAX_PROMPT_IDS
+    for index, prompt in enumerate(value):
+        if type(prompt) is not type(value[0]):
+            raise problem(
+                f"entry {index} is not of the first one's kind; give strings, or lists of token ids"
+            )
+        if isinstance(prompt, str):
+            whole_text(prompt)
+        else:
+            room -= len(_prompt_ids(prompt, f"entry {index} " if len(value) > 1 else "", room))
     return value
+
+
+def _prompt_ids(ids: list[Any], which: str, room: int) -> list[Any]:
+    if not ids:
+        raise problem(f"{which}is empty; give at least one token")
+    if len(ids) > room:
+        raise problem(f"may hold at most {MAX_PROMPT_IDS} token ids in all")
+    if not all(type(id) is int for id in ids):
+        raise problem(f"{which}must hold token ids only, which are whole numbers")
+    return ids
 
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_BYTES)]
 _StopsInput = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _PromptText = Annotated[str, StringConstraints(min_length=1)]
 _PromptIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS)]
-_OnePrompt = Field(min_length=1, max_length=1)
-_PromptsInput = Annotated[list[_PromptText], _OnePrompt] | Annotated[list[_PromptIds], _OnePrompt]
+_SomePrompts = Field(min_length=1, max_length=MAX_CHOICES)
+_PromptsInput = Annotated[list[_PromptText], _SomePrompts] | Annotated[list[_PromptIds], _SomePrompts]
 
 
 def _guided(found: tuple[Grammar, str] | None) -> tuple[Grammar, str] | None:
@@ -116,6 +134,8 @@ class CompletionFields(Fields):
     """What chat and text completions share."""
 
     model: Label
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
@@ -186,6 +206,17 @@ class CompletionFields(Fields):
             )
         return self
 
+    @model_validator(mode="after")
+    def _best_of_asks_for_nothing(self) -> CompletionFields:
+        best_of = self.n if self.best_of is None else self.best_of
+        if best_of < self.n:
+            why = f"is less than n, which is {self.n}; leave it out"
+            raise PydanticCustomError("bad_value", "{why}", {"field": "best_of", "why": why})
+        if best_of > self.n:
+            why = "asks for choices to be thrown away, which this server does not do"
+            raise refusal(UNSUPPORTED, "best_of", f"{why}; leave it out or set it to {self.n}")
+        return self
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -246,8 +277,8 @@ class TextFields(CompletionFields):
     NEUTRAL: ClassVar[neutral_fields.Neutral] = neutral_fields.TEXT
 
     prompt: Annotated[
-        str | list[int],
-        BeforeValidator(_prompt, json_schema_input_type=_PromptText | _PromptIds | _PromptsInput),
+        list[str] | list[list[int]],
+        BeforeValidator(_prompts, json_schema_input_type=_PromptText | _PromptIds | _PromptsInput),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -30,6 +30,16 @@ class Heading:
     id: str
     model: str
     created_s: int
+    fingerprint: str
+
+    def fields(self, object: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -76,19 +86,10 @@ class ChunkShape:
         return before, after
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        return event({**self._head(), "choices": [], "usage": usage})
-
-    def _head(self) -> dict[str, Any]:
-        heading = self._heading
-        return {
-            "id": heading.id,
-            "object": self.object,
-            "created": heading.created_s,
-            "model": heading.model,
-        }
+        return event({**self._heading.fields(self.object), "choices": [], "usage": usage})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return event({**self._head(), "choices": [choice], **self._usage_key})
+        return event({**self._heading.fields(self.object), "choices": [choice], **self._usage_key})
 
     def _choice(self, index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
         raise NotImplementedError
@@ -203,10 +204,8 @@ def text_response(whole: Whole, token_bytes: TokenBytes) -> bytes:
 
 
 def _response(kind: str, whole: Whole, show: Callable[[int, WholeChoice], dict[str, Any]]) -> bytes:
-    heading = whole.heading
-    body = {"id": heading.id, "object": kind, "created": heading.created_s, "model": heading.model}
     choices = [show(index, choice) for index, choice in enumerate(whole.choices)]
-    return _dumps({**body, "choices": choices, "usage": whole.usage}).encode()
+    return _dumps({**whole.heading.fields(kind), "choices": choices, "usage": whole.usage}).encode()
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:

@@ -30,16 +30,16 @@ class PromptTokensDetails(Answer):
     """Of the prompt's tokens."""
 
     cached_tokens: Count
-    """Tokens whose KV was found in a prefix cache."""
+    """Tokens whose KV was found in a prefix cache before the request computed anything."""
 
 
 class Usage(Answer):
     """Counts of tokens."""
 
     prompt_tokens: Count
-    """Tokens of the prompt, the template's included."""
+    """Tokens of the prompts, the template's included; each prompt counts once, however many answers it gets."""
     completion_tokens: Count
-    """Tokens of the answer, the one that ended it included."""
+    """Tokens of all answers, those that ended them included."""
     total_tokens: Count
     """Both together."""
     prompt_tokens_details: PromptTokensDetails
@@ -58,6 +58,8 @@ class Completion(Answer):
     """When the answer began, in seconds since 1970."""
     model: str
     """The model as the request named it."""
+    system_fingerprint: Annotated[str, Field(pattern="^fp_[0-9a-f]{10}$")]
+    """The same as long as everything is that decides the answers' bits: model, dtype, versions."""
 
 
 # ---------------------------------------------------------------- chat

@@ -7,16 +7,17 @@ that any pair of workers holds. `max_tokens` absent means what fits for chat, an
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
-from common.request import FrontId, Request, SamplingParams, pack_ids
+from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
-from coordinator.openai_schema import CompletionFields, TextFields, read_chat, read_text
+from coordinator.openai_schema import MAX_CHOICES, CompletionFields, TextFields, read_chat, read_text
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 from coordinator.tool_families import FAMILIES, Family
@@ -92,21 +93,29 @@ class RequestBuilder:
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
         room = _room(len(ids), context, "messages")
         max_tokens = room if asked is None else _fitting(asked, len(ids), context, field)
-        job = self._job("chatcmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+        job = self._job("chatcmpl", fields, [(ids, max_tokens)], fields.num_logprobs, tenant)
         return replace(job, tools=tools)
 
     async def text(self, body: dict[str, Any], tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
         fields = read_text(body)
         context = self._check(fields)
+        if len(fields.prompt) * fields.n > MAX_CHOICES:
+            asked = f"{len(fields.prompt)} prompts with n = {fields.n}"
+            raise BadRequest(
+                f"n: {asked} are more than {MAX_CHOICES} choices; send several requests.",
+                param="n",
+                code="invalid_value",
+            )
         await self._check_form(fields)
-        ids = await self._prompt_ids(fields, context)
-        room = _room(len(ids), context, "prompt")
-        if fields.max_tokens is None:
-            max_tokens = min(DEFAULT_TEXT_MAX_TOKENS, room)
-        else:
-            max_tokens = _fitting(fields.max_tokens, len(ids), context, "max_tokens")
-        return self._job("cmpl", fields, ids, max_tokens, fields.num_logprobs, tenant)
+        prompts = []
+        given: Sequence[str | list[int]] = fields.prompt
+        for index, prompt in enumerate(given):
+            place = "prompt" if len(fields.prompt) == 1 else f"prompt[{index}]"
+            ids = await self._prompt_ids(prompt, place, context)
+            prompts.append((ids, _text_max_tokens(fields, len(ids), context, place)))
+            await asyncio.sleep(0)  # many small ones are as much work as a large one, which has a thread
+        return self._job("cmpl", fields, prompts, fields.num_logprobs, tenant)
 
     def _check(self, fields: CompletionFields) -> int:
         """Everything that needs no prompt. Returns the length of the context."""
@@ -120,17 +129,17 @@ class RequestBuilder:
             raise NoWorker(self._gateway.health() or "No worker is registered yet.", code="no_worker")
         return context
 
-    async def _prompt_ids(self, fields: TextFields, context: int) -> list[int]:
-        if isinstance(fields.prompt, str):
-            ids = await self._tokenizer.encode(fields.prompt, context)
+    async def _prompt_ids(self, prompt: str | list[int], place: str, context: int) -> list[int]:
+        if isinstance(prompt, str):
+            ids = await self._tokenizer.encode(prompt, context)
             if not ids:
                 raise BadRequest(
-                    "prompt: is empty; give at least one token.", param="prompt", code="invalid_value"
+                    f"{place}: is empty; give at least one token.", param="prompt", code="invalid_value"
                 )
             return ids
-        _room(len(fields.prompt), context, "prompt")
-        self._check_ids(fields.prompt, "prompt")
-        return fields.prompt
+        _room(len(prompt), context, place)
+        self._check_ids(prompt, place)
+        return prompt
 
     async def _check_form(self, fields: CompletionFields) -> None:
         if fields.form is not None:
@@ -143,7 +152,7 @@ class RequestBuilder:
             index = next(index for index, id in enumerate(ids) if not 0 <= id < size)
             raise BadRequest(
                 f"{field}[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
-                param=field,
+                param=field.split("[")[0],
                 code="invalid_value",
             )
 
@@ -177,23 +186,27 @@ class RequestBuilder:
         self,
         id_prefix: str,
         fields: CompletionFields,
-        ids: list[int],
-        max_tokens: int,
+        prompts: list[tuple[list[int], int]],
         num_logprobs: int | None,
         tenant: str | None,
     ) -> Job:
+        """`prompts` are token ids, each with the most tokens that its answers may have."""
         tier = self._tier(fields)
-        request = Request(
-            request_id=self._gateway.mint_id(id_prefix),
-            prompt_ids=pack_ids(ids),
-            sampling=self._sampling(fields, max_tokens, num_logprobs),
-            front=self._front,
-            priority=self._tiers[tier] + fields.priority,
-            tier=tier,
-            tenant=fields.user if tenant is None else tenant,
-            cache_salt=fields.cache_salt,
-        )
-        return Job((request,), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
+        id = self._gateway.mint_id(id_prefix)
+        requests: list[Request] = []
+        for ids, max_tokens in prompts:
+            request = Request(
+                request_id=_choice_id(id, len(requests)),
+                prompt_ids=pack_ids(ids),
+                sampling=self._sampling(fields, max_tokens, num_logprobs),
+                front=self._front,
+                priority=self._tiers[tier] + fields.priority,
+                tier=tier,
+                tenant=fields.user if tenant is None else tenant,
+                cache_salt=fields.cache_salt,
+            )
+            requests += _choices(request, id, len(requests), fields.n)
+        return Job(tuple(requests), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
 
     def _sampling(self, fields: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
         if fields.min_tokens > max_tokens:
@@ -205,7 +218,8 @@ class RequestBuilder:
         end_ids = () if fields.ignore_eos else self._tokenizer.end_ids
         return SamplingParams(
             max_tokens=max_tokens,
-            # A seed is taken as 64 bits, a negative one by its two's complement.
+            # A seed is taken as 64 bits, a negative one by its two's complement. Choices of one prompt have one seed
+            # and differ by `child`; prompts without a seed get one each, so that the same one twice is no echo.
             seed=self._seeds.getrandbits(63) if fields.seed is None else fields.seed,
             temperature=float(fields.temperature),
             top_p=float(fields.top_p),
@@ -222,13 +236,40 @@ class RequestBuilder:
         )
 
 
-def _room(prompt_tokens: int, context: int, param: str) -> int:
+def _choice_id(id: RequestId, place: int) -> RequestId:
+    """The first choice has the id that the client sees."""
+    return RequestId(f"{id}.{place}") if place else id
+
+
+def _choices(first: Request, id: RequestId, place: int, n: int) -> list[Request]:
+    """`first`, and n - 1 more of the same prompt that follow it, from `place` on among all of the request."""
+    if n == 1:
+        return [first]
+    first = replace(first, leader=first.request_id)
+    return [first] + [
+        replace(
+            first,
+            request_id=_choice_id(id, place + child),
+            sampling=replace(first.sampling, child=child),
+        )
+        for child in range(1, n)
+    ]
+
+
+def _text_max_tokens(fields: TextFields, prompt_tokens: int, context: int, place: str) -> int:
+    room = _room(prompt_tokens, context, place)
+    if fields.max_tokens is None:
+        return min(DEFAULT_TEXT_MAX_TOKENS, room)
+    return _fitting(fields.max_tokens, prompt_tokens, context, "max_tokens")
+
+
+def _room(prompt_tokens: int, context: int, place: str) -> int:
     """Tokens that the context leaves for the answer, at least one."""
     if prompt_tokens >= context:
         raise BadRequest(
-            f"{param}: has {prompt_tokens} tokens. The context of this server is {context} tokens, prompt and answer "
+            f"{place}: has {prompt_tokens} tokens. The context of this server is {context} tokens, prompt and answer "
             f"together; shorten it to at most {context - 1}.",
-            param=param,
+            param=place.split("[")[0],
             code="context_length_exceeded",
         )
     return context - prompt_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 BEYOND = (
     # Rules between two fields.
     r"^stream_options: needs stream to be true",
+    r"^best_of: (is less than n|asks for choices to be thrown away)",
+    r"^n: \d+ prompts with n = \d+ are more than 128 choices",
     r"^top_logprobs: needs logprobs to be true",
     r"^max_tokens: differs from max_completion_tokens",
     r"^min_tokens: \d+ is more than the \d+ tokens",

@@ -49,7 +49,11 @@ class Bodies:
     def one_by_one(self) -> Iterator[dict[str, Any]]:
         """The least body, and in it each field with each value at the borders of its schema and each strange one."""
         schema = self._schemas[self._name]
-        least = {name: self._value(schema["properties"][name]) for name in schema["required"]}
+        # Small ones: they stand in thousands of bodies.
+        draws = {
+            name: [self._value(schema["properties"][name]) for _ in range(9)] for name in schema["required"]
+        }
+        least = {name: min(values, key=lambda value: len(str(value))) for name, values in draws.items()}
         for index, (name, said) in enumerate(schema["properties"].items()):
             # Of the many fields that only take null and the like each meets a third of what is strange.
             strange = STRANGE[index % 3 :: 3] if "enum" in said else STRANGE
@@ -141,6 +145,8 @@ class Bodies:
                 lengths = {*_lengths(schema, "minItems", "maxItems"), 1, 2}
                 if "$ref" in schema["items"]:  # objects hold lists of objects: long ones would never end
                     lengths = {length for length in lengths if length <= MOST_OBJECTS}
+                elif schema["items"].get("type") != "integer":  # a validator takes long over many long ones
+                    lengths = {n for n in lengths if n < 50 or self._random.random() < 0.1}
                 return [[self._value(schema["items"]) for _ in range(length)] for length in lengths]
             case _:
                 return [self._object(schema)]

@@ -139,6 +139,9 @@ class ScriptedGateway:
     def max_model_len(self) -> int | None:
         return self.context
 
+    def system_fingerprint(self) -> str:
+        return "fp_0123456789"
+
     def health(self) -> str | None:
         return self.unhealthy
 

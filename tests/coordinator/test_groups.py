@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -83,14 +84,14 @@ def test_one_that_cannot_fit_refuses_all() -> None:
 class Plane:
     """A real control plane whose cluster has two workers that never answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "bfloat16") -> None:
         cluster = Cluster(
             Registry(tokenizer_hash="t", fronts={FRONT: "f"}),
             WaitingQueue(max_requests=8, max_tokens=1000),
             first_attempt=first_attempt_of_epoch(1),
         )
         for name in ("p0", "d0"):
-            cluster.from_worker(card(name), Sender(name, Incarnation(1)), 0.0)
+            cluster.from_worker(card(name, dtype=dtype), Sender(name, Incarnation(1)), 0.0)
         self.cluster = cluster
         self.plane = ControlPlane(cluster, Metrics(("default",)), collocated=False, request_timeout_s=60)
         self._seq = 0
@@ -290,3 +291,21 @@ def test_what_is_held_counts_in_the_queue() -> None:
         bench.front(CancelRequest(RequestId(child), "left"))
     bench.check_settled()
     assert bench.cluster.queue.tokens == 0
+
+
+# ---------------------------------------------------------------- who answered
+
+
+def test_the_fingerprint_is_of_what_decides_the_bits() -> None:
+    def seen(dtype: str) -> str:
+        async def ask() -> str:
+            plane = Plane(dtype)
+            try:
+                return plane.plane.system_fingerprint()
+            finally:
+                await plane.plane.close()
+
+        return asyncio.run(ask())
+
+    assert re.fullmatch("fp_[0-9a-f]{10}", seen("bfloat16"))
+    assert seen("bfloat16") == seen("bfloat16") != seen("float16")

@@ -72,7 +72,10 @@ def test_a_streamed_chat(served: Served, client: httpx.Client, tokenizer: Tokeni
     chunks = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
-    assert all(set(chunk) == {"id", "object", "created", "model", "choices"} for chunk in chunks)
+    assert all(
+        set(chunk) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
+        for chunk in chunks
+    )
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
     assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}

@@ -87,8 +87,8 @@ def test_errors_have_their_types(sdk: openai.OpenAI, served: Served) -> None:
         sdk.completions.create(model="smol", prompt="x", temperature=-1)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.UnprocessableEntityError) as unsupported:
-        sdk.completions.create(model="smol", prompt="x", n=2)
-    assert unsupported.value.param == "n"
+        sdk.completions.create(model="smol", prompt="x", best_of=2)
+    assert unsupported.value.param == "best_of"
     served.gateway.answers(260, refuse=NotAdmitted("full", retry_after_s=1))
     with pytest.raises(openai.RateLimitError):
         sdk.completions.create(model="smol", prompt="x")

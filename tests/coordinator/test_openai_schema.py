@@ -107,6 +107,9 @@ BAD_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": INF}}, "logit_bias.1"),
     ({"logit_bias": {"1": None}}, "logit_bias.1"),
     ({"logit_bias": {str(id): 1 for id in range(MAX_LOGIT_BIASES + 1)}}, "logit_bias"),
+    *(({"n": n}, "n") for n in (0, -1, 129, 2**63, "2", 1.0, True, [2])),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 0}, "best_of"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"stream": "true"}, "stream"),
     ({"stream": True, "stream_options": True}, "stream_options"),
@@ -157,8 +160,8 @@ def test_bad_values_of_text(change: dict[str, Any], param: str) -> None:
     [
         ({"frobnicate": 1}, "frobnicate"),
         ({"frobnicate": None}, "frobnicate"),
-        ({"n": 2}, "n"),
-        ({"n": True}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 4}, "best_of"),
         ({"store": 0}, "store"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         (
@@ -198,11 +201,29 @@ def test_what_we_do_not_do_is_named(change: dict[str, Any], param: str) -> None:
     assert refused.value.message.startswith(f"{param}: ")
 
 
-def test_several_prompts_are_named() -> None:
-    for prompts in (["a", "b"], [[1], [2]]):
-        with pytest.raises(UnsupportedField) as refused:
-            read_text(TEXT | {"prompt": prompts})
-        assert refused.value.param == "prompt"
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [
+        (["a", [1]], "entry 1 is not of the first one's kind"),
+        ([[1], "a"], "entry 1 is not of the first one's kind"),
+        ([[1], 2], "entry 1 is not of the first one's kind"),
+        ([[1], []], "entry 1 is empty"),
+        ([[1], [2, "a"]], "entry 1 must hold token ids only"),
+        (["a"] * 129, "at most 128 prompts"),
+        ([[1] * MAX_PROMPT_IDS, [2]], f"at most {MAX_PROMPT_IDS} token ids in all"),
+        (["a", "\udcf0"], "half of a surrogate pair"),
+    ],
+)
+def test_several_prompts_are_of_one_kind_and_none_is_empty(prompts: list[Any], why: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read_text(TEXT | {"prompt": prompts})
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert why in refused.value.message
+
+
+def test_best_of_that_is_n_asks_for_nothing() -> None:
+    assert read_chat(CHAT | {"n": 3, "best_of": 3}).n == 3
+    assert read_text(TEXT | {"best_of": 1}).n == 1
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -236,8 +257,9 @@ def test_no_field_is_both_taken_and_neutral() -> None:
 def test_shapes_that_are_the_same_thing() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read_chat(CHAT | {"messages": [{"role": "user", "content": parts}]}).messages[0].content == "a\nb"
-    assert read_text(TEXT | {"prompt": ["a"]}).prompt == "a"
-    assert read_text(TEXT | {"prompt": [[7, 8]]}).prompt == [7, 8]
+    assert read_text(TEXT | {"prompt": ["a"]}) == read_text(TEXT | {"prompt": "a"})
+    assert read_text(TEXT | {"prompt": [[7, 8]]}) == read_text(TEXT | {"prompt": [7, 8]})
+    assert read_text(TEXT | {"prompt": [[7, 8], [9]]}).prompt == [[7, 8], [9]]
     assert read_text(TEXT | {"stop": "a"}).stop == ["a"]
     assert read_text(TEXT | {"stop": []}).stop == []
     assert read_text(TEXT | {"logprobs": 0}).num_logprobs == 0

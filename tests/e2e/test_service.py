@@ -182,7 +182,7 @@ BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
     ),
     ("an unknown model", "completions", {"model": "gpt-9"}, 404, "gpt-9"),
     ("an unknown field", "chat/completions", {"temprature": 1}, 422, "temprature"),
-    ("an effect we do not have", "chat/completions", {"n": 2}, 422, "n:"),
+    ("an effect we do not have", "chat/completions", {"best_of": 2}, 422, "best_of:"),
     ("a string for a number", "completions", {"temperature": "0"}, 400, "temperature"),
     ("a number for a string", "completions", {"model": 5}, 400, "model"),
     ("a text for messages", "chat/completions", {"messages": "hello"}, 400, "messages"),
