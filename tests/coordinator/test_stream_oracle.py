@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from common.request import Request
 from coordinator.front_door import ASGIApp
 from coordinator.http_api import create_app
 from coordinator.tokenizer import Tokenizer
@@ -117,24 +118,41 @@ class Asked:
         )
 
     async def check(self, case: Case, path: str) -> None:
-        """Streamed, whole, and as the account has it."""
-        self.gateway.script = lambda _: Script(list(case.ids), case.finish, case.group)  # type: ignore[arg-type]
-        expected = said(case, self.tokenizer)
-        body = _body(case, path)
+        await self.check_choices([case], path, {})
+
+    async def check_choices(self, cases: Sequence[Case], path: str, asked: dict[str, Any]) -> None:
+        """Streamed, whole, and as the account has it. The cases differ in what the cluster says, and `asked`
+        makes as many choices as there are cases."""
+        self._script(cases)
+        body = _body(cases[0], path) | asked
         whole = (await post(self.app, path, body)).json()
-        streamed = _gathered(await post(self.app, path, body | {"stream": True}), path, False)
-        counted = await post(
-            self.app, path, body | {"stream": True, "stream_options": {"include_usage": True}}
+        streamed, _ = _gathered(await post(self.app, path, body | {"stream": True}), path, False)
+        counting = body | {"stream": True, "stream_options": {"include_usage": True}}
+        assert _gathered(await post(self.app, path, counting), path, True) == (streamed, whole["usage"]), (
+            cases
         )
-        assert _gathered(counted, path, True) == (*streamed[:3], whole["usage"]), case
-        (choice,) = whole["choices"]
-        text = choice["message"]["content"] if path == CHAT else choice["text"]
-        assert text == expected.text, case
-        assert streamed[0] == expected.pieces, case
-        assert streamed[1] == _joined([choice["logprobs"]]), case
-        assert streamed[2] == choice["finish_reason"] == expected.finish, case
-        assert whole["usage"]["completion_tokens"] == expected.tokens, case
-        self._check_logprobs(choice["logprobs"], expected, case, path)
+        assert [choice["index"] for choice in whole["choices"]] == [*range(len(cases))]
+        tokens = 0
+        for case, choice, stream in zip(cases, whole["choices"], streamed, strict=True):
+            expected = said(case, self.tokenizer)
+            text = choice["message"]["content"] if path == CHAT else choice["text"]
+            assert text == expected.text, case
+            assert stream.pieces == expected.pieces, case
+            assert stream.logprobs == _joined([choice["logprobs"]]), case
+            assert stream.finish == choice["finish_reason"] == expected.finish, case
+            self._check_logprobs(choice["logprobs"], expected, case, path)
+            tokens += expected.tokens
+        assert whole["usage"]["completion_tokens"] == tokens, cases
+
+    def _script(self, cases: Sequence[Case]) -> None:
+        """The cases in the order in which their requests are submitted."""
+        turn = itertools.cycle(cases)
+
+        def script(_: Request) -> Script:
+            case = next(turn)
+            return Script(list(case.ids), case.finish, case.group)  # type: ignore[arg-type]
+
+        self.gateway.script = script
 
     def _check_logprobs(self, found: dict[str, Any] | None, expected: Said, case: Case, path: str) -> None:
         if case.logprobs is None:
@@ -162,11 +180,17 @@ def _body(case: Case, path: str) -> dict[str, Any]:
     return body | {"messages": [{"role": "user", "content": "hi"}]}
 
 
-Gathered = tuple[list[str], dict[str, Any] | None, str | None, dict[str, Any] | None]
+@dataclass(slots=True)
+class Streamed:
+    """One choice out of its chunks."""
+
+    pieces: list[str]
+    logprobs: dict[str, Any] | None
+    finish: str | None
 
 
-def _gathered(reply: Reply, path: str, counted: bool) -> Gathered:
-    """Pieces, log-probabilities, reason and usage of a stream, whose every chunk is held to its form."""
+def _gathered(reply: Reply, path: str, counted: bool) -> tuple[list[Streamed], dict[str, Any] | None]:
+    """The choices of a stream in order, and usage. Every chunk is held to its form."""
     chunks = reply.events()
     usage = None
     if counted:
@@ -174,8 +198,15 @@ def _gathered(reply: Reply, path: str, counted: bool) -> Gathered:
         assert last["choices"] == []
         usage = last["usage"]
     assert all(("usage" in chunk) == counted and chunk.get("usage") is None for chunk in chunks)
-    choices = [chunk["choices"][0] for chunk in chunks]
     assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    of: dict[int, list[dict[str, Any]]] = {}
+    for chunk in chunks:
+        of.setdefault(chunk["choices"][0]["index"], []).append(chunk["choices"][0])
+    assert sorted(of) == [*range(len(of))]
+    return [_choice(of[index], path) for index in sorted(of)], usage
+
+
+def _choice(choices: list[dict[str, Any]], path: str) -> Streamed:
     if path == CHAT:
         first = choices.pop(0)
         assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
@@ -184,7 +215,7 @@ def _gathered(reply: Reply, path: str, counted: bool) -> Gathered:
     assert all(pieces), "a chunk without text"
     assert all(choice["finish_reason"] is None for choice in texts)
     assert end["delta"] == {} if path == CHAT else end["text"] == ""
-    return pieces, _joined([choice["logprobs"] for choice in choices]), end["finish_reason"], usage
+    return Streamed(pieces, _joined([choice["logprobs"] for choice in choices]), end["finish_reason"])
 
 
 def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -316,3 +347,28 @@ def test_any_settings_together(asked: Asked, cutter: Cutter) -> None:
             )
         )
     check_all(asked, cases)
+
+
+def test_choices_side_by_side(asked: Asked, cutter: Cutter) -> None:
+    """Several answers to one prompt and to several: each as if it were alone, usage of them all."""
+    chance = random.Random(3)
+
+    async def check() -> None:
+        for turn in range(60):
+            path = (CHAT, TEXT)[turn % 2]
+            prompts, n = (1, 3) if path == CHAT else chance.choice([(1, 2), (2, 1), (3, 2)])
+            fields: dict[str, Any] = {
+                "stops": chance.choice([(), ("is",), ("😀", "ab")]),
+                "logprobs": chance.choice((None, 0, 5)),
+                "group": chance.choice((1, 3)),
+            }
+            cases = []
+            for _ in range(prompts * n):
+                ids = cutter.parts(chance.choice(TEXTS).encode(), chance)[: chance.randrange(1, 20)]
+                cases.append(Case(ids, "length", **fields))
+            asks: dict[str, Any] = {"n": n}
+            if path == TEXT:
+                asks["prompt"] = ["hi", "ho", "hu"][:prompts]
+            await asked.check_choices(cases, path, asks)
+
+    asyncio.run(check())
