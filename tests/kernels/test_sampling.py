@@ -71,23 +71,75 @@ def test_draws_equal_the_plain_reference(vocab: int, settings: dict[str, Any]) -
     assert [token for token, _ in sample(logits, draws)] == wanted
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 12}, {"top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}])
+_BIAS = ((3, 2.5), (7, -100.0), (11, -1.5))
+_ENDS = {"min_tokens": 6, "end_token_ids": (0, 5)}
+_PROMPT, _OUTPUTS = [1, 2, 7, 3, 3], [7, 9, 7, 20, 7]
+_AT_ONE_POSITION: list[dict[str, Any]] = [
+    {},
+    {"top_k": 12},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"temperature": 0.7, "min_p": 0.02},
+    {"repetition_penalty": 1.6},
+    {"presence_penalty": 0.8},
+    {"frequency_penalty": 0.6},
+    {"logit_bias": _BIAS},
+    _ENDS,
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.03},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3, "top_p": 0.95},
+    {
+        **_ENDS,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": _BIAS,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.01,
+    },
+]
+
+
+def _reference_logits(logits: np.ndarray, s: Sampling) -> np.ndarray:
+    """Penalties, bias and ban by the rules, id by id, in float64; five tokens are out."""
+    adjusted = []
+    for i, x in enumerate(logits.tolist()):
+        times = _OUTPUTS.count(i)
+        if times or i in _PROMPT:
+            x = x / s.repetition_penalty if x > 0 else x * s.repetition_penalty
+        x -= s.presence_penalty * (times > 0) + s.frequency_penalty * times
+        x += dict(s.logit_bias).get(i, 0.0)
+        adjusted.append(-math.inf if i in s.end_token_ids and len(_OUTPUTS) < s.min_tokens else x)
+    return np.array(adjusted)
+
+
+@pytest.mark.parametrize("settings", _AT_ONE_POSITION, ids=lambda s: "+".join(s) or "plain")
 def test_20_000_draws_at_one_position(settings: dict[str, Any]) -> None:
     logits = (np.random.default_rng(1).standard_normal(40) * 1.5).astype(np.float32)
-    sampling = Sampling(**{"temperature": 1.0, **settings})
-    draws = [Draw(dataclasses.replace(sampling, seed=seed), output_index=5) for seed in range(20_000)]
+    wanted = Sampling(**{"temperature": 1.0, **settings})
+    counts = TokenCounts(40, _PROMPT, _OUTPUTS) if needs_counts(wanted) else None
+    draws = [Draw(dataclasses.replace(wanted, seed=seed), 5, counts) for seed in range(20_000)]
     tokens = [token for token, _ in sample(np.broadcast_to(logits, (20_000, 40)), draws)]
-    weights = _reference_weights(logits, sampling)
-    kept = np.flatnonzero(weights)
-    counts = np.bincount(tokens, minlength=40)
-    assert counts.sum() == counts[kept].sum() == 20_000
-    wanted = weights[kept] / weights.sum() * 20_000
-    frequent = wanted >= 5
-    found = np.append(counts[kept][frequent], counts[kept][~frequent].sum())
-    expected = np.append(wanted[frequent], wanted[~frequent].sum())
-    if expected[-1] == 0:
-        found, expected = found[:-1], expected[:-1]
-    assert chisquare(found, expected).pvalue > 1e-4
+    weights = _reference_weights(_reference_logits(logits, wanted), wanted)
+    assert _p_value(tokens, weights) > 1e-4
+    if settings:
+        assert _p_value(tokens, _reference_weights(logits, Sampling(temperature=1.0))) < 1e-9, (
+            "it does nothing"
+        )
+
+
+def _p_value(tokens: list[int], weights: np.ndarray) -> float:
+    """Chi-square of draws against unnormalised probabilities; those expected less than five times are one class.
+    A draw of the impossible is no chance at all."""
+    found, wanted = np.bincount(tokens, minlength=len(weights)), weights / weights.sum() * len(tokens)
+    if found[weights == 0].any():
+        return 0.0
+    rare = wanted < 5
+    found = np.append(found[~rare], found[rare].sum())
+    wanted = np.append(wanted[~rare], wanted[rare].sum())
+    if wanted[-1] == 0:
+        found, wanted = found[:-1], wanted[:-1]
+    return float(chisquare(found, wanted).pvalue)
 
 
 def test_a_number_on_the_edge_never_falls_on_an_impossible_token() -> None:
