@@ -28,10 +28,11 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One output token with log-probabilities. `offset` is where its text begins, in characters."""
+    """One token with log-probabilities, which the first of a prompt has not. `offset` is where its text begins, in
+    characters."""
 
     id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     offset: int
 
 
@@ -48,16 +49,26 @@ class Piece:
 
 
 class Answer:
-    """`text_bytes(id)` is what a token adds to the text."""
+    """`text_bytes(id)` is what a token adds to the text. `first_offset` characters of the prompt are shown before it.
+    An `empty` answer ends with the token that a worker cannot but compute, and shows nothing of it.
+    """
 
     def __init__(
-        self, text_bytes: Callable[[int], bytes], sampling: SamplingParams, stops: Sequence[str] = ()
+        self,
+        text_bytes: Callable[[int], bytes],
+        sampling: SamplingParams,
+        stops: Sequence[str] = (),
+        *,
+        first_offset: int = 0,
+        empty: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(text_bytes, stops, sampling.min_tokens)
         self._end_ids = frozenset(sampling.end_token_ids)
         self._scored = sampling.logprobs is not None
         self._waiting: deque[ScoredToken] = deque()
         self._waiting_ends: deque[int] = deque()
+        self._first_offset = first_offset
+        self._empty = empty
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish: Finish | None = None
@@ -67,6 +78,8 @@ class Answer:
         delta says that the request ended without an answer."""
         assert self.finish is None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if self._empty and delta.ids:
+            return [self._last("length", ())]
         pieces: list[Piece] = []
         ends = delta.finish == "stop" and bool(delta.ids) and delta.ids[-1] in self._end_ids
         texts = len(delta.ids) - 1 if ends else len(delta.ids)
@@ -93,19 +106,19 @@ class Answer:
 
     def _take(self, delta: TokenDelta, index: int) -> str:
         self.completion_tokens += 1
-        offset = self._detokenizer.decoded_chars
+        offset = self._first_offset + self._detokenizer.decoded_chars
         text = self._detokenizer.push(delta.ids[index])
         if self._scored:
             # A worker that was asked for log-probabilities sends one for each id; if not, that is said by a floor.
             logprobs = delta.logprobs[index] if delta.logprobs is not None else TokenLogprobs(LOGPROB_FLOOR)
-            self._waiting.append(ScoredToken(delta.ids[index], _finite(logprobs), offset))
-            self._waiting_ends.append(self._detokenizer.decoded_chars)
+            self._waiting.append(ScoredToken(delta.ids[index], finite(logprobs), offset))
+            self._waiting_ends.append(self._first_offset + self._detokenizer.decoded_chars)
         return text
 
     def _whole_tokens(self) -> tuple[ScoredToken, ...]:
         """Tokens whose text is all released. One without text of its own goes with the text after it: until then
         it might turn out to be part of a stop string."""
-        released = self._detokenizer.released_chars
+        released = self._first_offset + self._detokenizer.released_chars
         tokens = []
         while self._waiting and self._waiting_ends[0] <= released and self._waiting[0].offset < released:
             tokens.append(self._waiting.popleft())
@@ -114,7 +127,8 @@ class Answer:
 
     def _tokens_before_stop(self) -> tuple[ScoredToken, ...]:
         """Tokens whose text begins before the stop string does."""
-        return tuple(token for token in self._waiting if token.offset < self._detokenizer.released_chars)
+        released = self._first_offset + self._detokenizer.released_chars
+        return tuple(token for token in self._waiting if token.offset < released)
 
     def _all_tokens(self) -> tuple[ScoredToken, ...]:
         tokens = tuple(self._waiting)
@@ -123,7 +137,7 @@ class Answer:
         return tokens
 
 
-def _finite(logprobs: TokenLogprobs) -> TokenLogprobs:
+def finite(logprobs: TokenLogprobs) -> TokenLogprobs:
     """JSON has no minus infinity."""
     if math.isfinite(logprobs.chosen) and all(math.isfinite(value) for _, value in logprobs.top):
         return logprobs

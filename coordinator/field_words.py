@@ -13,7 +13,7 @@ WORDS: Final[dict[str, str]] = {
     "ChatFields": "A conversation to go on with. min_tokens may not be more than the answer may have; top_logprobs "
     "above 0 needs logprobs, stream_options needs stream.",
     "TextFields": "A text to go on with. min_tokens may not be more than the answer may have; stream_options needs "
-    "stream.",
+    "stream, max_tokens 0 needs echo.",
     "ChatMessage": "One message. Role tool needs its tool_call_id. Only role assistant may have tool_calls, and then "
     "need not have content.",
     "StreamOptions": "What a stream carries beside its text.",
@@ -73,7 +73,9 @@ WORDS: Final[dict[str, str]] = {
     "max_tokens": "Most tokens of the answer; prompt and answer must fit the context.",
     "ChatFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: what fits.",
     "TextFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: 16, or what "
-    "fits.",
+    "fits. 0, with echo, shows the prompt alone.",
+    "echo": "Each answer begins with the text of its prompt, and with logprobs with its log-probabilities too, which "
+    "the first token has not.",
     "max_completion_tokens": "The newer name of max_tokens; where both are given they must be equal.",
     "min_tokens": "Tokens of the answer before which nothing ends it.",
     "stop": "Strings that end the answer and are not part of it, each of at most 1,024 bytes of UTF-8.",

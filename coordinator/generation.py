@@ -20,6 +20,7 @@ from typing import Any
 from common.errors import KvferryError
 from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
+from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
 from coordinator.front_door import Arrival
 from coordinator.gateway import Gateway, TokenStream
@@ -93,6 +94,7 @@ class Generation:
         self._job: Job | None = None
         self._meter: RequestMeter | None = None
         self._answers: list[Answer] = []  # one for each choice
+        self._echo: Echo | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         out = ResponseWriter(send)
@@ -164,9 +166,9 @@ class Generation:
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
         job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
-        shown_ids = job.tools.shown_ids if job.tools is not None else frozenset()
-        text_bytes = kitchen.tokenizer.text_bytes_with(shown_ids)
-        self._answers = [Answer(text_bytes, request.sampling, job.stops) for request in job.requests]
+        self._answers = self._answers_to(job)
+        if job.echoed:
+            self._echo = Echo(job.echoed, job.leaders, job.request.sampling.logprobs is not None)
         stream = await kitchen.gateway.submit(job.requests)
         self._phase = Phase.PREFILLING
         self._meter = kitchen.metrics.meter(job.request.tier, self._arrival.started_s)
@@ -179,8 +181,17 @@ class Generation:
             stream.cancel("the front failed")
             raise
 
-    async def _next(self, stream: TokenStream, job: Job) -> tuple[int, list[Piece]]:
-        """What one choice says next."""
+    def _answers_to(self, job: Job) -> list[Answer]:
+        shown_ids = job.tools.shown_ids if job.tools is not None else frozenset()
+        text_bytes = self._kitchen.tokenizer.text_bytes_with(shown_ids)
+        echoed_chars = [len(prompt.text) for prompt in job.echoed] or [0] * len(job.requests)
+        return [
+            Answer(text_bytes, request.sampling, job.stops, first_offset=chars, empty=job.empty)
+            for request, chars in zip(job.requests, echoed_chars, strict=True)
+        ]
+
+    async def _next(self, stream: TokenStream, job: Job) -> tuple[int, Shown]:
+        """The choice that has spoken, and what can be shown now."""
         assert self._meter is not None
         delta = await stream.next()
         answer = self._answers[delta.choice]
@@ -191,7 +202,9 @@ class Generation:
             self._phase = Phase.DECODING
         if answer.finish is not None and delta.finish is None:
             stream.stop(delta.choice)
-        return delta.choice, pieces
+        if self._echo is not None:
+            return delta.choice, self._echo.push(delta, pieces)
+        return delta.choice, [(delta.choice, piece) for piece in pieces]
 
     async def _stream(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
         assert self._meter is not None
@@ -200,10 +213,11 @@ class Generation:
             self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage, job.tools
         )
         data = b"".join([shape.begin(choice) for choice in range(len(answers))])
+        data += b"".join([shape.piece(*one) for one in self._echo.begin()] if self._echo else [])
         unfinished = len(answers)
         while unfinished:
-            choice, pieces = await self._next(stream, job)
-            data += b"".join([shape.piece(choice, piece) for piece in pieces])
+            choice, shown = await self._next(stream, job)
+            data += b"".join([shape.piece(*one) for one in shown])
             unfinished -= answers[choice].finish is not None
             if not unfinished:
                 if job.include_usage:
@@ -212,7 +226,7 @@ class Generation:
             elif data:
                 await out.events(data)
                 data = b""
-            if pieces and answers[choice].completion_tokens:
+            if shown and answers[choice].completion_tokens:
                 meter.token_out(time.monotonic(), choice)
         self._finished()
 
@@ -220,11 +234,14 @@ class Generation:
         assert self._meter is not None
         answers, meter = self._answers, self._meter
         pieces: list[list[Piece]] = [[] for _ in answers]
+        for choice, piece in self._echo.begin() if self._echo else ():
+            pieces[choice].append(piece)
         unfinished = len(answers)
         while unfinished:
             before = meter.num_tokens
-            choice, new = await self._next(stream, job)
-            pieces[choice] += new
+            choice, shown = await self._next(stream, job)
+            for shows, piece in shown:
+                pieces[shows].append(piece)
             unfinished -= answers[choice].finish is not None
             if meter.num_tokens > before:
                 meter.token_out(time.monotonic(), choice)

@@ -72,7 +72,6 @@ CHAT: Neutral = {
 
 TEXT: Neutral = {
     **SHARED,
-    "echo": (False,),
     "suffix": ("",),
     "add_special_tokens": (True,),
 }

@@ -280,7 +280,19 @@ class TextFields(CompletionFields):
         list[str] | list[list[int]],
         BeforeValidator(_prompts, json_schema_input_type=_PromptText | _PromptIds | _PromptsInput),
     ]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _nothing_is_no_answer(self) -> TextFields:
+        if self.max_tokens == 0 and not self.echo:
+            why = "is 0, which leaves nothing to answer; set it to at least 1, or echo to true"
+            raise PydanticCustomError("bad_value", "{why}", {"field": "max_tokens", "why": why})
+        if self.max_tokens == 0 and self.min_tokens:
+            why = f"{self.min_tokens} is more than the 0 tokens that the answer may have"
+            raise PydanticCustomError("bad_value", "{why}", {"field": "min_tokens", "why": why})
+        return self
 
     @property
     def num_logprobs(self) -> int | None:

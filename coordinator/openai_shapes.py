@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.request import TokenLogprobs
 from coordinator.answer import Piece, ScoredToken
 from coordinator.tool_use import CallShapes, ToolUse
 
@@ -219,22 +220,26 @@ def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dic
             "top_logprobs": [entry(id, logprob) for id, logprob in token.logprobs.top],
         }
         for token in tokens
+        if token.logprobs is not None
     ]
     return {"content": content, "refusal": None}
 
 
 def text_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:
-    """The chosen token is always among the best ones, so there may be one more than was asked for."""
+    """The chosen token is always among the best ones, so there may be one more than was asked for. The first token
+    of a prompt has a text and nothing else."""
 
     def name(id: int) -> str:
         return token_name(token_bytes(id), "bytes:")
 
+    def best(chosen: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        return {name(id): logprob for id, logprob in (*logprobs.top, (chosen, logprobs.chosen))}
+
     return {
         "tokens": [name(token.id) for token in tokens],
-        "token_logprobs": [token.logprobs.chosen for token in tokens],
+        "token_logprobs": [None if token.logprobs is None else token.logprobs.chosen for token in tokens],
         "top_logprobs": [
-            {name(id): logprob for id, logprob in (*token.logprobs.top, (token.id, token.logprobs.chosen))}
-            for token in tokens
+            None if token.logprobs is None else best(token.id, token.logprobs) for token in tokens
         ],
         "text_offset": [token.offset for token in tokens],
     }

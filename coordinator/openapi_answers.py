@@ -165,10 +165,10 @@ class TextLogprobs(Answer):
 
     tokens: list[str]
     """Their texts; bytes that are no whole character as bytes:\\xNN."""
-    token_logprobs: list[float]
-    """Natural logarithms of their probabilities."""
-    top_logprobs: list[dict[str, float]]
-    """The most likely tokens in each one's place, and the token itself."""
+    token_logprobs: list[float | None]
+    """Natural logarithms of their probabilities; null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens in each one's place, and the token itself; null as above."""
     text_offset: list[Count]
     """Where in the text each begins, in characters."""
 
@@ -179,7 +179,7 @@ class TextChoice(Answer):
     index: Index
     """Its place among the choices."""
     text: str
-    """The text of the answer."""
+    """The text of the answer; with echo, the prompt's before it."""
     logprobs: TextLogprobs | None
     """Null where none were asked for."""
     finish_reason: Finish

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
-from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids
+from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids, unpack_ids
+from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
 from coordinator.openai_schema import MAX_CHOICES, CompletionFields, TextFields, read_chat, read_text
@@ -37,6 +38,10 @@ class Job:
     stream: bool
     include_usage: bool
     tools: ToolUse | None = None
+    echoed: tuple[EchoedPrompt, ...] = ()
+    """The prompt that each choice begins with, if they do."""
+    empty: bool = False
+    """The prompts are all that is wanted."""
 
     @property
     def request(self) -> Request:
@@ -115,7 +120,21 @@ class RequestBuilder:
             ids = await self._prompt_ids(prompt, place, context)
             prompts.append((ids, _text_max_tokens(fields, len(ids), context, place)))
             await asyncio.sleep(0)  # many small ones are as much work as a large one, which has a thread
-        return self._job("cmpl", fields, prompts, fields.num_logprobs, tenant)
+        job = self._job("cmpl", fields, prompts, fields.num_logprobs, tenant)
+        return self._echoing(job, fields) if fields.echo else job
+
+    def _echoing(self, job: Job, fields: TextFields) -> Job:
+        """The first choice of each prompt is asked for its log-probabilities, and all show them."""
+        requests = list(job.requests)
+        for choice in job.leaders:
+            sampling = replace(requests[choice].sampling, prompt_logprobs=fields.logprobs)
+            requests[choice] = replace(requests[choice], sampling=sampling)
+        echoed: list[EchoedPrompt] = []
+        for choice, prompt in zip(job.leaders, fields.prompt, strict=True):
+            ids = unpack_ids(requests[choice].prompt_ids)
+            given = prompt if isinstance(prompt, str) else None
+            echoed += [echoed_prompt(ids, given, self._tokenizer.token_bytes)] * fields.n
+        return replace(job, requests=tuple(requests), echoed=tuple(echoed), empty=fields.max_tokens == 0)
 
     def _check(self, fields: CompletionFields) -> int:
         """Everything that needs no prompt. Returns the length of the context."""
@@ -260,7 +279,8 @@ def _text_max_tokens(fields: TextFields, prompt_tokens: int, context: int, place
     room = _room(prompt_tokens, context, place)
     if fields.max_tokens is None:
         return min(DEFAULT_TEXT_MAX_TOKENS, room)
-    return _fitting(fields.max_tokens, prompt_tokens, context, "max_tokens")
+    # Of no token at all, a worker computes one, which is not shown.
+    return _fitting(max(1, fields.max_tokens), prompt_tokens, context, "max_tokens")
 
 
 def _room(prompt_tokens: int, context: int, place: str) -> int:

@@ -9,6 +9,7 @@ BEYOND = (
     r"^n: \d+ prompts with n = \d+ are more than 128 choices",
     r"^top_logprobs: needs logprobs to be true",
     r"^max_tokens: differs from max_completion_tokens",
+    r"^max_tokens: is 0, which leaves nothing to answer",
     r"^min_tokens: \d+ is more than the \d+ tokens",
     r"^continue_final_message: (contradicts|needs)",
     r"^tool_choice: (asks for a call, but|names a function that)",

@@ -16,11 +16,13 @@ import uvloop
 
 from common.errors import KvferryError
 from common.messages import FinishReason
-from common.request import Request, RequestId, TokenLogprobs
+from common.request import Request, RequestId, TokenLogprobs, unpack_ids
 from coordinator.gateway import TokenDelta
 from coordinator.http_api import make_server
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
+
+PROMPT_PIECE = 3
 
 
 @dataclass
@@ -48,6 +50,17 @@ class _Choice:
     script: Script
     sent: int = 0
     deltas: int = 0
+    scores: tuple[TokenLogprobs, ...] | None = None
+
+    def next_scores(self) -> tuple[TokenLogprobs, ...]:
+        """Of the next prompt tokens, at most `PROMPT_PIECE` at a time."""
+        wanted = self.request.sampling.prompt_logprobs
+        if wanted is None:
+            return ()
+        if self.scores is None:
+            self.scores = prompt_scores(unpack_ids(self.request.prompt_ids), wanted)
+        said, self.scores = self.scores[:PROMPT_PIECE], self.scores[PROMPT_PIECE:]
+        return said
 
 
 class ScriptedStream:
@@ -65,6 +78,10 @@ class ScriptedStream:
         assert self._live, "asked for more after the end"
         index, choice = next(iter(self._live.items()))
         script = choice.script
+        if scores := choice.next_scores():
+            del self._live[index]
+            self._live[index] = choice
+            return TokenDelta((), None, None, 0, index, scores)
         if pause_s := (script.gap_s if choice.deltas else script.first_s):
             await asyncio.sleep(pause_s)
         if script.error is not None and choice.deltas == script.error_after:
@@ -91,6 +108,14 @@ class ScriptedStream:
         if self._live:
             self._live.clear()
             self._gateway.cancelled.append((self.request_id, reason, time.monotonic()))
+
+
+def prompt_scores(ids: Sequence[int], count: int) -> tuple[TokenLogprobs, ...]:
+    """Of all but the first; the token itself is never among the best."""
+    return tuple(
+        TokenLogprobs(-1.0 - index, tuple((id + 1 + n, -0.5 - n) for n in range(count)))
+        for index, id in enumerate(ids[1:], 1)
+    )
 
 
 def _logprobs(id: int, count: int) -> TokenLogprobs:

@@ -1,0 +1,200 @@
+"""`echo` over real HTTP: the prompt's text and log-probabilities before every answer, whole, streamed, or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from common.request import TokenLogprobs
+from coordinator.answer import Piece
+from coordinator.echo import PIECE_TOKENS, Echo, echoed_prompt
+from coordinator.gateway import TokenDelta
+from coordinator.tokenizer import Tokenizer
+from tests.coordinator.scripted_gateway import Script, Served, prompt_scores
+from tests.coordinator.test_http_api import TEXT, events
+
+PROMPT = "Ferry <|im_end|> 😀 says"
+ANSWER = " hello wörld"
+OTHER = "Another one"
+
+
+def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices of a stream as a whole answer has them."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            so_far = choices.setdefault(part["index"], {**part, "text": "", "logprobs": None})
+            assert part["text"] or part["finish_reason"], "a chunk without text"
+            so_far["text"] += part["text"]
+            so_far["finish_reason"] = part["finish_reason"]
+            for name, values in (part["logprobs"] or {}).items():
+                so_far["logprobs"] = so_far["logprobs"] or {}
+                so_far["logprobs"].setdefault(name, []).extend(values)
+    return [choices[index] for index in sorted(choices)]
+
+
+def both(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """The whole answer, which the joined stream must equal."""
+    whole = client.post("/v1/completions", json=TEXT | fields)
+    assert whole.status_code == 200, whole.text
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(client.post("/v1/completions", json=TEXT | fields | options))
+    assert joined(chunks) == whole.json()["choices"]
+    assert chunks[-1]["usage"] == whole.json()["usage"]
+    return whole.json()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_text_then_answer(
+    served: Served, client: httpx.Client, tokenizer: Tokenizer, logprobs: int | None, as_ids: bool
+) -> None:
+    ids, answer = tokenizer.encode_now(PROMPT), tokenizer.encode_now(ANSWER)
+    served.gateway.answers(*answer)
+    found = both(client, prompt=ids if as_ids else PROMPT, echo=True, logprobs=logprobs)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT + ANSWER, "length")
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert found["usage"]["completion_tokens"] == len(answer)
+    assert served.gateway.requests[0].sampling.prompt_logprobs == logprobs
+    if logprobs is None:
+        assert choice["logprobs"] is None
+        return
+    said = choice["logprobs"]
+    assert {len(values) for values in said.values()} == {len(ids) + len(answer)}
+    assert said["token_logprobs"][0] is None and said["top_logprobs"][0] is None
+    scores = prompt_scores(ids, logprobs)
+    assert said["token_logprobs"][1 : len(ids)] == [one.chosen for one in scores]
+    for name, chosen, best in list(
+        zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
+    )[1:]:
+        assert best[name] == chosen, "BR-112: the token itself is always there"
+        assert len(best) <= logprobs + 1
+    before = b""
+    for id, offset in zip([*ids, *answer], said["text_offset"], strict=True):
+        assert offset == len(before.decode(errors="ignore")), "a cut character begins where it will stand"
+        before += tokenizer.token_bytes(id)
+
+
+def test_every_choice_of_every_prompt(served: Served, client: httpx.Client, tokenizer: Tokenizer) -> None:
+    """Only the first choice of a prompt is asked for its log-probabilities; all show them."""
+    served.gateway.script = lambda request: Script(
+        tokenizer.encode_now(ANSWER if request.sampling.child else " first")
+    )
+    found = both(client, prompt=[PROMPT, OTHER], n=2, echo=True, logprobs=1)
+    texts = [choice["text"] for choice in found["choices"]]
+    assert texts == [PROMPT + " first", PROMPT + ANSWER, OTHER + " first", OTHER + ANSWER]
+    asked = [request.sampling.prompt_logprobs for request in served.gateway.requests[:4]]
+    assert asked == [1, None, 1, None]
+    for index, prompt in enumerate((PROMPT, PROMPT, OTHER, OTHER)):
+        ids = tokenizer.encode_now(prompt)
+        said = found["choices"][index]["logprobs"]["token_logprobs"][: len(ids)]
+        assert said == [None, *(one.chosen for one in prompt_scores(ids, 1))]
+    assert found["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_now(p)) for p in (PROMPT, OTHER))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_the_prompt_alone(
+    served: Served, client: httpx.Client, tokenizer: Tokenizer, logprobs: int | None, n: int
+) -> None:
+    """BR-093."""
+    served.gateway.answers(tokenizer.end_ids[0], finish="stop")
+    found = both(client, prompt=PROMPT, max_tokens=0, echo=True, logprobs=logprobs, n=n)
+    ids = tokenizer.encode_now(PROMPT)
+    assert [(c["text"], c["finish_reason"]) for c in found["choices"]] == [(PROMPT, "length")] * n
+    assert found["usage"]["completion_tokens"] == 0
+    assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] == len(ids)
+    if logprobs is not None:
+        assert len(found["choices"][-1]["logprobs"]["tokens"]) == len(ids)
+    assert served.gateway.requests[0].sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False, "logprobs": 1}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"echo": 1}, "echo"),
+    ],
+)
+def test_what_makes_no_sense_is_a_400(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    answer = client.post("/v1/completions", json=TEXT | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_stop_strings_are_not_looked_for_in_the_prompt(
+    served: Served, client: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    served.gateway.answers(*tokenizer.encode_now(" a b STOP c"))
+    found = both(client, prompt="Do not STOP here", stop="STOP", echo=True, logprobs=0)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Do not STOP here a b ", "stop")
+    said = choice["logprobs"]
+    assert "".join(said["tokens"]).startswith(choice["text"])
+    assert all(offset < len(choice["text"]) for offset in said["text_offset"])
+
+
+def test_a_long_prompt_comes_in_pieces(served: Served, client: httpx.Client, tokenizer: Tokenizer) -> None:
+    text = " ".join(str(number) for number in range(500)) + " 😀" * 100
+    ids = tokenizer.encode_now(text)
+    served.gateway.answers(*tokenizer.encode_now(ANSWER))
+    found = both(client, prompt=text, echo=True, logprobs=0)
+    assert found["choices"][0]["text"] == text + ANSWER
+    chunks = events(
+        client.post(
+            "/v1/completions", json=TEXT | {"prompt": text, "echo": True, "logprobs": 0, "stream": True}
+        )
+    )
+    sizes = [len(c["choices"][0]["logprobs"]["tokens"]) for c in chunks if c["choices"][0]["logprobs"]]
+    assert max(sizes) == PIECE_TOKENS and sum(sizes) == len(ids) + len(tokenizer.encode_now(ANSWER))
+
+
+# ---------------------------------------------------------------- the pure parts
+
+
+def table(**names: bytes) -> Any:
+    return lambda id: list(names.values())[id]
+
+
+def test_offsets_where_the_tokenizer_puts_something_before_the_text() -> None:
+    """A beginning token and a space that the text does not have, as SentencePiece models do."""
+    pieces = table(bos=b"<s>", hello=b" Hello", world=b" world")
+    shown = echoed_prompt([0, 1, 2], "Hello world", pieces)
+    assert (shown.text, shown.offsets) == ("Hello world", [0, 0, 5])
+    assert echoed_prompt([0, 1, 2], None, pieces).text == "<s> Hello world"
+    changed = echoed_prompt([1, 2], "He", pieces)
+    assert (changed.text, changed.offsets) == ("He", [0, 2]), "never beyond the text"
+
+
+def test_offsets_of_a_character_in_parts_and_one_cut_off() -> None:
+    pieces = table(a=b"a", one=b"\xf0\x9f", two=b"\x98\x80", b=b"b")
+    assert echoed_prompt([0, 1, 2, 3], "a😀b", pieces).offsets == [0, 1, 1, 2]
+    cut = echoed_prompt([0, 1], None, pieces)
+    assert (cut.text, cut.offsets) == ("a\ufffd", [0, 1])
+
+
+def echo_of(lengths: Sequence[int], leaders: Sequence[int], scored: bool) -> Echo:
+    prompts = [echoed_prompt(list(range(length)), None, lambda _: b"x") for length in lengths]
+    return Echo(prompts, leaders, scored)
+
+
+def test_a_choice_waits_for_its_own_prompt_only() -> None:
+    echo = echo_of([3, 3, 1, 4], [0, 2, 3], scored=True)
+    assert [(choice, piece.text) for choice, piece in echo.begin()] == [(2, "x")]
+    score = (TokenLogprobs(-1.0),)
+
+    def push(choice: int, scores: int = 0, word: str = "") -> list[tuple[int, str]]:
+        delta = TokenDelta((), None, None, 0, choice, score * scores)
+        return [(at, piece.text) for at, piece in echo.push(delta, [Piece(word)] if word else [])]
+
+    assert push(1, word="early") == [] and push(0, 1) == []
+    assert push(2, word="free") == [(2, "free")] and push(3, 2) == []
+    assert push(0, 1) == [(0, "xxx"), (1, "xxx"), (1, "early")]
+    assert push(1, word="late") == [(1, "late")]
+    assert push(3, 1, "same") == [(3, "xxxx"), (3, "same")]
