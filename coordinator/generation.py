@@ -49,6 +49,11 @@ from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger("kvferry.http")
 
+LARGE_TOKENS = 512
+"""Scored tokens of a whole answer above which it is written in a thread, so that streams go on."""
+LARGE_BYTES = 1 << 16
+"""Of events that become due at once: more than that leaves in turns with other requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class Surface:
@@ -210,7 +215,12 @@ class Generation:
         unfinished = len(answers)
         while unfinished:
             choice, shown = await self._next(stream, job)
-            data += b"".join([shape.piece(*one) for one in shown])
+            for one in shown:
+                data += shape.piece(*one)
+                if len(data) > LARGE_BYTES:
+                    await out.events(data)
+                    data = b""
+                    await asyncio.sleep(0)
             unfinished -= answers[choice].finish is not None
             if not unfinished:
                 if job.include_usage:
@@ -243,7 +253,11 @@ class Generation:
             for of, answer, request in zip(pieces, answers, job.requests, strict=True)
         ]
         whole = Whole(self._heading(job), choices, self._usage(job), job.tools)
-        await out.whole(self._surface.respond(whole, self._kitchen.tokenizer.token_bytes))
+        respond, token_bytes = self._surface.respond, self._kitchen.tokenizer.token_bytes
+        if sum(len(choice.tokens) for choice in choices) > LARGE_TOKENS:
+            await out.whole(await asyncio.to_thread(respond, whole, token_bytes))
+        else:
+            await out.whole(respond(whole, token_bytes))
         self._finished()
 
     def _heading(self, job: Job) -> Heading:

@@ -22,6 +22,7 @@ TokenBytes = Callable[[int], bytes]
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 DONE = b"data: [DONE]\n\n"
+PART_ITEMS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,20 @@ def text_response(whole: Whole, token_bytes: TokenBytes) -> bytes:
 
 def _response(kind: str, whole: Whole, show: Callable[[int, WholeChoice], dict[str, Any]]) -> bytes:
     choices = [show(index, choice) for index, choice in enumerate(whole.choices)]
-    return _dumps({**whole.heading.fields(kind), "choices": choices, "usage": whole.usage}).encode()
+    return _in_parts({**whole.heading.fields(kind), "choices": choices, "usage": whole.usage}).encode()
+
+
+def _in_parts(value: Any) -> str:
+    """The same text as `_dumps`, which stops every thread until it is done: an echoed prompt with its alternatives is
+    megabytes. So a long list is written a part at a time."""
+    if isinstance(value, dict):
+        return "{" + ",".join([f"{_dumps(name)}:{_in_parts(item)}" for name, item in value.items()]) + "}"
+    if not isinstance(value, list):
+        return _dumps(value)
+    if len(value) <= PART_ITEMS:
+        return "[" + ",".join([_in_parts(item) for item in value]) + "]"
+    parts = [value[at : at + PART_ITEMS] for at in range(0, len(value), PART_ITEMS)]
+    return "[" + ",".join([_dumps(part)[1:-1] for part in parts]) + "]"
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from coordinator.tool_families import FAMILIES, Family
 from coordinator.tool_use import ToolUse, tool_use
 
 DEFAULT_TEXT_MAX_TOKENS = 16
+MAX_ECHOED_LOGPROBS = 1 << 18
+"""Over all choices of a request: a prompt of 12,000 tokens with twenty alternatives each, some 6 MB of answer."""
 NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
 
 
@@ -125,6 +127,14 @@ class RequestBuilder:
 
     def _echoing(self, job: Job, fields: TextFields) -> Job:
         """The first choice of each prompt is asked for its log-probabilities, and all show them."""
+        shown = sum(request.prompt_tokens for request in job.requests) * (1 + (fields.logprobs or 0))
+        if fields.logprobs is not None and shown > MAX_ECHOED_LOGPROBS:
+            raise BadRequest(
+                f"logprobs: with echo that is {shown} log-probabilities of prompts, and one answer shows at most "
+                f"{MAX_ECHOED_LOGPROBS}. Lower logprobs or n, or send fewer prompts.",
+                param="logprobs",
+                code="invalid_value",
+            )
         requests = list(job.requests)
         for choice in job.leaders:
             sampling = replace(requests[choice].sampling, prompt_logprobs=fields.logprobs)

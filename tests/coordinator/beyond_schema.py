@@ -10,6 +10,7 @@ BEYOND = (
     r"^top_logprobs: needs logprobs to be true",
     r"^max_tokens: differs from max_completion_tokens",
     r"^max_tokens: is 0, which leaves nothing to answer",
+    r"^logprobs: with echo that is \d+ log-probabilities",
     r"^min_tokens: \d+ is more than the \d+ tokens",
     r"^continue_final_message: (contradicts|needs)",
     r"^tool_choice: (asks for a call, but|names a function that)",

@@ -12,6 +12,7 @@ from common.request import TokenLogprobs
 from coordinator.answer import Piece
 from coordinator.echo import PIECE_TOKENS, Echo, echoed_prompt
 from coordinator.gateway import TokenDelta
+from coordinator.openai_shapes import PART_ITEMS, _dumps, _in_parts
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, Served, prompt_scores
 from tests.coordinator.test_http_api import TEXT, events
@@ -128,6 +129,20 @@ def test_what_makes_no_sense_is_a_400(client: httpx.Client, fields: dict[str, An
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_more_than_an_answer_can_hold_is_a_400(
+    served: Served, client: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    """128 times a long prompt with twenty alternatives to each token would be hundreds of megabytes."""
+    served.gateway.answers(5)
+    ask = TEXT | {"prompt": [5] * 2000, "echo": True, "max_tokens": 0, "n": 7}
+    refused = client.post("/v1/completions", json=ask | {"logprobs": 20})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs"), refused.text
+    assert served.gateway.requests == []
+    taken = client.post("/v1/completions", json=ask | {"logprobs": 17})
+    assert taken.status_code == 200
+    assert client.post("/v1/completions", json=ask).status_code == 200, "text alone is not much"
+
+
 def test_stop_strings_are_not_looked_for_in_the_prompt(
     served: Served, client: httpx.Client, tokenizer: Tokenizer
 ) -> None:
@@ -198,3 +213,14 @@ def test_a_choice_waits_for_its_own_prompt_only() -> None:
     assert push(0, 1) == [(0, "xxx"), (1, "xxx"), (1, "early")]
     assert push(1, word="late") == [(1, "late")]
     assert push(3, 1, "same") == [(3, "xxxx"), (3, "same")]
+
+
+@pytest.mark.parametrize("length", [0, 1, PART_ITEMS, PART_ITEMS + 1, 3 * PART_ITEMS])
+def test_an_answer_written_in_parts_is_the_same_text(length: int) -> None:
+    scored: list[Any] = [{"a\n": -0.1}, None, "é", [1, []]]
+    value = {
+        "n": None,
+        "list": [scored[at % 4] for at in range(length)],
+        "in": {"é": [{"x": [True] * length}]},
+    }
+    assert _in_parts(value) == _dumps(value)
