@@ -18,7 +18,15 @@ from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids
 from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
-from coordinator.openai_schema import MAX_CHOICES, CompletionFields, TextFields, read_chat, read_text
+from coordinator.openai_schema import (
+    MAX_CHOICES,
+    ChatFields,
+    CompletionFields,
+    TextFields,
+    read_chat,
+    read_text,
+)
+from coordinator.schema_keywords import first_fault
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 from coordinator.tool_families import FAMILIES, Family
@@ -60,6 +68,15 @@ class Job:
         """Each prompt counts once, however many choices it has."""
         return sum(self.requests[choice].prompt_tokens for choice in self.leaders)
 
+    def with_tools(self, tools: ToolUse) -> Job:
+        grammar = tools.grammar()
+        if grammar is None:
+            return replace(self, tools=tools)
+        requests = tuple(
+            replace(request, sampling=replace(request.sampling, grammar=grammar)) for request in self.requests
+        )
+        return replace(self, requests=requests, tools=tools)
+
 
 class RequestBuilder:
     """`tiers` are the configured names with their classes, the first being the default one. `seed` starts the
@@ -90,18 +107,16 @@ class RequestBuilder:
         fields = read_chat(body)
         context = self._check(fields)
         tools = tool_use(self._family, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-        if tools is not None and tools.forced:
-            raise UnsupportedField(
-                "tool_choice: is not here yet.", param="tool_choice", code="unsupported_value"
-            )
         await self._check_form(fields)
+        if tools is not None:
+            await self._check_tools(fields, tools)
         ids = await self._tokenizer.encode_chat(fields.chat(), context)
         asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
         room = _room(len(ids), context, "messages")
         max_tokens = room if asked is None else _fitting(asked, len(ids), context, field)
         job = self._job("chatcmpl", fields, [(ids, max_tokens)], fields.num_logprobs, tenant)
-        return replace(job, tools=tools)
+        return job if tools is None else job.with_tools(tools)
 
     async def text(self, body: dict[str, Any], tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
@@ -174,6 +189,33 @@ class RequestBuilder:
         if fields.form is not None:
             self.structured.check_stop_ids(fields.stop_token_ids)
             await self.structured.check(*fields.form)
+
+    async def _check_tools(self, fields: ChatFields, tools: ToolUse) -> None:
+        """An answer has one form. Schemas are held to only where a call is forced; elsewhere the model reads them."""
+        if fields.form is not None:
+            raise UnsupportedField(
+                f"{fields.form[1]}: a form of the answer does not go with tools that may be called. Leave one of them "
+                "out, or set tool_choice to none.",
+                param=fields.form[1],
+                code="unsupported_value",
+            )
+        grammar = tools.grammar()
+        if grammar is None:
+            return
+        if fields.ignore_eos:
+            raise BadRequest(
+                "ignore_eos: cannot go with a forced call, which says where the answer ends.",
+                param="ignore_eos",
+                code="invalid_value",
+            )
+        self.structured.check_stop_ids(fields.stop_token_ids)
+        for index, tool in enumerate(fields.tools):
+            if tool.function.name in tools.functions and tool.function.parameters is not None:
+                fault = first_fault(tool.function.parameters)
+                if fault is not None:
+                    place = f"tools[{index}].function.parameters"
+                    raise BadRequest(f"{place}: {fault}.", param=place, code="invalid_value")
+        await self.structured.check(grammar, "tools")
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         size = self._tokenizer.vocab_size

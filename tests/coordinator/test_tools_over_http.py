@@ -257,6 +257,21 @@ def test_earlier_calls_and_their_answers_reach_the_model(house: House) -> None:
         )
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_a_forced_call_goes_to_the_workers_as_a_grammar(house: House) -> None:
+    for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
+        (answer,) = house.ask(written(house.family, CALLS[:2]), tool_choice=choice)["choices"]
+        assert called(answer) == CALLS[: 1 if choice is NAMED else 2]
+        assert answer["finish_reason"] == finish
+        grammar = house.gateway.requests[-1].sampling.grammar
+        assert grammar is not None and grammar.kind == "lark"
+        assert ("get_time" in grammar.text) == (choice == "required")
+    house.ask("x")
+    assert house.gateway.requests[-1].sampling.grammar is None
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
@@ -295,6 +310,16 @@ def test_earlier_calls_and_their_answers_reach_the_model(house: House) -> None:
         ({"chat_template_kwargs": {"a b": 1}}, 400, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"x": "y" * (16 << 10)}}, 400, "chat_template_kwargs"),
         ({"chat_template_kwargs": []}, 400, "chat_template_kwargs"),
+        ({"tool_choice": "required", "ignore_eos": True}, 400, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}}, 422, "response_format"),
+        (
+            {
+                "tools": [WEATHER | {"function": {"name": "a", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            400,
+            "tools[0].function.parameters",
+        ),
         ({"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
     ],
 )
