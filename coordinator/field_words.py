@@ -34,6 +34,17 @@ WORDS: Final[dict[str, str]] = {
     "with add_generation_prompt.",
     "chat_template_kwargs": "More names for the chat template, such as enable_thinking; none that the server sets, and "
     "none that ends in _token. At most 16 KiB of JSON.",
+    # Token ids
+    "TokenizeFields": "A text or a chat: either prompt or messages, and only with messages what its template takes.",
+    "TokenizeFields.prompt": "The text.",
+    "TokenizeFields.model": "Name of a served model. Absent: the one that is served.",
+    "add_special_tokens": "Whether the tokenizer's own special tokens are added. Absent: to a text, not to a chat, "
+    "whose template writes them.",
+    "return_token_strs": "Whether each token comes as the vocabulary spells it, too.",
+    "TokenizeFields.tools": "Functions that the template is told of.",
+    "DetokenizeFields": "Token ids whose text is wanted.",
+    "DetokenizeFields.model": "Name of a served model. Absent: the one that is served.",
+    "tokens": "The token ids.",
     # Tools
     "ToolFields": "One tool that the model may call.",
     "FunctionFields": "A function of the client's.",

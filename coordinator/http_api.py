@@ -39,6 +39,7 @@ from coordinator.metrics import Metrics
 from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
 from coordinator.structured_output import StructuredOutput
+from coordinator.tokenize_api import TokenizeApi, add_tokenize_routes
 from coordinator.tokenizer import Tokenizer
 from coordinator.tool_families import family_of
 
@@ -80,6 +81,7 @@ def create_app(
     app.add_exception_handler(Exception, _unforeseen)
     _add_completion_routes(app, kitchen)
     _add_model_routes(app, gateway, tuple(served_models))
+    add_tokenize_routes(app, TokenizeApi(gateway, tokenizer, tuple(served_models)), kitchen.limits)
     _add_operator_routes(app, gateway)
     add_docs_routes(
         app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))

@@ -85,6 +85,12 @@ STRUCTURED_OUTPUTS: Neutral = {
     "structural_tag": _NULL_ONLY,
 }
 
+TOKENIZE: Neutral = {
+    "chat_template": _NULL_ONLY,
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
 MESSAGE: Neutral = {

@@ -35,6 +35,7 @@ from coordinator.field_schema import TOKEN_ID
 from coordinator.front_door import MAX_REQUEST_ID_CHARS, OPEN
 from coordinator.json_body import MAX_DEPTH
 from coordinator.openai_schema import ChatFields, TextFields
+from coordinator.tokenize_schema import DetokenizeFields, TokenizeFields
 
 JSON: Final = "application/json"
 SSE: Final = "text/event-stream"
@@ -72,6 +73,7 @@ class Route:
 
 OF_BODIES: Final = (BadRequest, ModelNotFound, DeadlinePassed, BodyTooLarge, UnsupportedField)
 OF_GENERATION: Final = (*OF_BODIES, NotAdmitted, NoWorker)
+OF_TOKENIZING: Final = (*OF_BODIES, NotAdmitted)
 
 ROUTES: Final[tuple[Route, ...]] = (
     Route(
@@ -93,6 +95,24 @@ ROUTES: Final[tuple[Route, ...]] = (
         event=answers.TextChunk,
         errors=OF_GENERATION,
         example={"prompt": "A ferry is", "max_tokens": 32, "temperature": 0},
+    ),
+    Route(
+        "post",
+        "/tokenize",
+        "The token ids of a text or a chat",
+        answers.Tokenized,
+        body=TokenizeFields,
+        errors=OF_TOKENIZING,
+        example={"prompt": "A ferry is"},
+    ),
+    Route(
+        "post",
+        "/detokenize",
+        "The text of token ids",
+        answers.Detokenized,
+        body=DetokenizeFields,
+        errors=OF_TOKENIZING,
+        example={"tokens": [49, 1216]},
     ),
     Route("get", "/v1/models", "Lists the served models", answers.Models),
     Route("get", "/v1/models/{name}", "One served model", answers.Model, errors=(ModelNotFound,)),

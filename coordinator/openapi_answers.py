@@ -46,6 +46,7 @@ class Usage(Answer):
 
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 Index = Annotated[int, Field(ge=0)]
 
 
@@ -92,15 +93,36 @@ class ChatLogprobs(Answer):
     """Always null."""
 
 
+class CalledFunction(Answer):
+    """A function and what it is to be called with."""
+
+    name: str
+    """Name of a function that was offered."""
+    arguments: str
+    """JSON as the model wrote it, which fits the function's schema where the call was forced and not cut."""
+
+
+class ToolCall(Answer):
+    """A call that the model makes."""
+
+    id: str
+    """For the message of role tool that answers it."""
+    type: Literal["function"]
+    """Always function."""
+    function: CalledFunction
+
+
 class AssistantMessage(Answer):
     """What the model says."""
 
     role: Literal["assistant"]
     """Always assistant."""
-    content: str
-    """The text of the answer."""
+    content: str | None
+    """The text of the answer; null where there is none but calls."""
     refusal: None
     """Always null."""
+    tool_calls: list[ToolCall] = []
+    """Calls, if there are any."""
 
 
 class ChatChoice(Answer):
@@ -110,9 +132,10 @@ class ChatChoice(Answer):
     """Its place among the choices."""
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    """Null where none were asked for."""
-    finish_reason: Finish
-    """stop: it ended by itself or at a stop; length: max_tokens were reached."""
+    """Null where none were asked for; else every token of the answer, those of calls among them."""
+    finish_reason: ChatFinish
+    """stop: it ended by itself or at a stop; length: max_tokens were reached; tool_calls: it ended by itself and has
+    calls that were not asked for by name."""
 
 
 class ChatAnswer(Completion):
@@ -125,6 +148,27 @@ class ChatAnswer(Completion):
     usage: Usage
 
 
+class FunctionDelta(Answer):
+    """A function's name, or more of its arguments."""
+
+    name: str = ""
+    """In the first delta of a call."""
+    arguments: str
+    """Text that follows on the deltas before, empty in the first."""
+
+
+class ToolCallDelta(Answer):
+    """What is new in one call."""
+
+    index: Index
+    """Which call of this answer."""
+    id: str = ""
+    """In the first delta of a call."""
+    type: Literal["function"] = "function"
+    """In the first delta of a call."""
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     """What is new in the message; empty in the last chunk."""
 
@@ -132,6 +176,8 @@ class ChatDelta(Answer):
     """In the first chunk only."""
     content: str = ""
     """Text that follows on the chunks before."""
+    tool_calls: list[ToolCallDelta] = []
+    """A call that begins, or more of the arguments of the last one."""
 
 
 class ChatChunkChoice(Answer):
@@ -142,7 +188,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     """Of the tokens whose text this chunk completes; null where none were asked for."""
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
     """Null but in the last chunk."""
 
 
@@ -370,3 +416,26 @@ class ErrorAnswer(Answer):
     """Every answer with a status of 400 and more, and the last event of a stream that failed."""
 
     error: ErrorDetail
+
+
+# ---------------------------------------------------------------- token ids
+
+
+class Tokenized(Answer):
+    """What a text or a chat is to the model."""
+
+    count: Count
+    """How many tokens."""
+    max_model_len: Count | None
+    """The context; null while no worker is there."""
+    tokens: list[int]
+    """Their ids."""
+    token_strs: list[str] | None
+    """As the vocabulary spells them; null unless asked for."""
+
+
+class Detokenized(Answer):
+    """The text of token ids."""
+
+    prompt: str
+    """The text, special tokens by their names; what is no UTF-8 is replaced."""

@@ -13,6 +13,8 @@ BEYOND = (
     r"^logprobs: with echo that is \d+ log-probabilities",
     r"^min_tokens: \d+ is more than the \d+ tokens",
     r"^continue_final_message: (contradicts|needs)",
+    r"^The body: needs either a prompt or messages",
+    r"^(tools|add_generation_prompt|continue_final_message|chat_template_kwargs): goes with messages only",
     r"^tool_choice: (asks for a call, but|names a function that)",
     r"^tools: names the function",
     r"^chat_template_kwargs: may not set",

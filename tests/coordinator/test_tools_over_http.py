@@ -223,6 +223,13 @@ def test_logprobs_are_those_of_every_token(house: House) -> None:
     assert raw.decode() == text
 
 
+def test_each_choice_has_its_own_calls(house: House) -> None:
+    body = house.ask(written(house.family, CALLS[:2]), n=3)
+    assert [called(choice) for choice in body["choices"]] == [CALLS[:2]] * 3
+    ids = [call["id"] for choice in body["choices"] for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == 6
+
+
 def test_none_is_no_call_and_tells_of_no_tools(house: House) -> None:
     text = written(house.family, CALLS[:1])
     plain = text if not MARKERS[house.family] else None

@@ -1,0 +1,110 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM answers them: what a prompt is to the model, and back.
+
+A text may be longer than the context: how much too long it is may be just what is asked. The body's limit bounds it,
+and a large one is worked on in a thread, as any prompt is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from common.errors import BadRequest, KvferryError
+from coordinator.errors_http import model_not_found
+from coordinator.gateway import Gateway
+from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body
+from coordinator.json_body import parse_object
+from coordinator.limits import Limits
+from coordinator.response_writer import ResponseWriter
+from coordinator.tokenize_schema import read_detokenize, read_tokenize
+from coordinator.tokenizer import Tokenizer
+
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeApi:
+    """Answers of both routes, as JSON."""
+
+    gateway: Gateway
+    tokenizer: Tokenizer
+    served_models: tuple[str, ...]
+
+    async def tokenize(self, body: dict[str, Any]) -> bytes:
+        fields = read_tokenize(body)
+        self._check_model(fields.model)
+        if fields.prompt is not None:
+            ids = await self.tokenizer.encode(fields.prompt, special_tokens=fields.special_tokens)
+        else:
+            ids = await self.tokenizer.encode_chat(fields.chat(), special_tokens=fields.special_tokens)
+        strings = fields.return_token_strs
+
+        def answer() -> bytes:
+            found = {"count": len(ids), "max_model_len": self.gateway.max_model_len(), "tokens": ids}
+            token_strs = [self.tokenizer.token_string(id) for id in ids] if strings else None
+            return json.dumps({**found, "token_strs": token_strs}).encode()
+
+        return await self.tokenizer.off_the_loop(CHARS_PER_TOKEN * len(ids), answer)
+
+    async def detokenize(self, body: dict[str, Any]) -> bytes:
+        """The whole text, special tokens by their names."""
+        fields = read_detokenize(body)
+        self._check_model(fields.model)
+        size = self.tokenizer.vocab_size
+        for index, id in enumerate(fields.tokens):
+            if not 0 <= id < size:
+                raise BadRequest(
+                    f"tokens[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
+                    param="tokens",
+                    code="invalid_value",
+                )
+
+        def answer() -> bytes:
+            text = b"".join(map(self.tokenizer.token_bytes, fields.tokens)).decode("utf-8", "replace")
+            return json.dumps({"prompt": text}).encode()
+
+        return await self.tokenizer.off_the_loop(CHARS_PER_TOKEN * len(fields.tokens), answer)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.served_models:
+            raise model_not_found(model, self.served_models)
+
+
+class _Answer(Response):
+    """Reads the body within its limits, and writes what `work` makes of it."""
+
+    def __init__(self, work: Callable[[dict[str, Any]], Awaitable[bytes]], limits: Limits) -> None:
+        super().__init__()
+        self._work = work
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out = ResponseWriter(send)
+        try:
+            body = await read_body(scope, receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
+        except ClientLeft:
+            return
+        except KvferryError as error:
+            await out.error(error, unread=receive)
+            return
+        try:
+            answer = await self._work(parse_object(body))
+        except KvferryError as error:
+            await out.error(error)
+        else:
+            await out.whole(answer)
+
+
+def add_tokenize_routes(app: FastAPI, api: TokenizeApi, limits: Limits) -> None:
+    @app.post("/tokenize")
+    async def tokenize(_: Request) -> Response:
+        return _Answer(api.tokenize, limits)
+
+    @app.post("/detokenize")
+    async def detokenize(_: Request) -> Response:
+        return _Answer(api.detokenize, limits)
