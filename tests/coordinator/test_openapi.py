@@ -185,7 +185,8 @@ def test_completions_are_as_described(
 ) -> None:
     answers(served, tokenizer)
     plain = {name: value for name, value in ASKED[path].items() if "logprobs" not in name}
-    for asked in (ASKED[path], plain):
+    wordy = {"n": 2} if "chat" in path else {"n": 2, "prompt": ["hi", "ho"], "echo": True}
+    for asked in (ASKED[path], plain, ASKED[path] | wordy, plain | wordy):
         check(client.post(path, json=asked).json(), whole)
         for options in ({}, {"stream_options": {"include_usage": True}}):
             events = client.post(path, json=asked | {"stream": True} | options).text.split("\n\n")
