@@ -195,9 +195,10 @@ class Generation:
         answer = self._answers[delta.choice]
         before = answer.completion_tokens
         pieces = answer.push(delta)
-        self._meter.tokens_accepted(answer.completion_tokens - before, job.prompt_tokens, delta.choice)
         if delta.ids:
             self._phase = Phase.DECODING
+            accepted = answer.completion_tokens - before
+            self._meter.tokens_accepted(accepted, job.prompt_tokens, delta.choice)
         if answer.finish is not None and delta.finish is None:
             stream.stop(delta.choice)
         if self._echo is not None:

@@ -179,13 +179,16 @@ class RequestMeter:
         self._ended = False
         self.first_token_s: float | None = None
         self.num_tokens = 0
+        self._prompt_counted = False
 
     def tokens_accepted(self, count: int, prompt_tokens: int, choice: int = 0) -> None:
-        """New output tokens arrived. `prompt_tokens` are the request's, counted with its first token."""
+        """New output tokens arrived. `prompt_tokens` are the request's, counted with its first token, which counts as
+        none itself where only the prompt is shown."""
+        if not self._prompt_counted:
+            self._prompt_counted = True
+            self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         if count <= 0:
             return
-        if not self.num_tokens:
-            self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         self.num_tokens += count
         self._tokens_by_choice[choice] = self._tokens_by_choice.get(choice, 0) + count
         self._generation_tokens.inc(count)

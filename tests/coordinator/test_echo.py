@@ -97,6 +97,11 @@ def test_every_choice_of_every_prompt(served: Served, client: httpx.Client, toke
     assert found["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_now(p)) for p in (PROMPT, OTHER))
 
 
+def counted(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"kvferry_{name}{{"))
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 def test_the_prompt_alone(
@@ -104,6 +109,8 @@ def test_the_prompt_alone(
 ) -> None:
     """BR-093."""
     served.gateway.answers(tokenizer.end_ids[0], finish="stop")
+    prompt_tokens = counted(client, "prompt_tokens_total")
+    generated = counted(client, "generation_tokens_total")
     found = both(client, prompt=PROMPT, max_tokens=0, echo=True, logprobs=logprobs, n=n)
     ids = tokenizer.encode_now(PROMPT)
     assert [(c["text"], c["finish_reason"]) for c in found["choices"]] == [(PROMPT, "length")] * n
@@ -112,6 +119,8 @@ def test_the_prompt_alone(
     if logprobs is not None:
         assert len(found["choices"][-1]["logprobs"]["tokens"]) == len(ids)
     assert served.gateway.requests[0].sampling.max_tokens == 1
+    assert counted(client, "prompt_tokens_total") == prompt_tokens + 2 * len(ids), "asked for twice"
+    assert counted(client, "generation_tokens_total") == generated
 
 
 @pytest.mark.parametrize(
