@@ -255,3 +255,13 @@ def test_a_child_gets_what_its_parent_has_even_against_a_file(tmp_path: Path) ->
     worker = parse_worker(to_argv(parent, visible_fields(EngineSettings)), "decode")
     assert worker.block_size == 32
     assert worker.enable_prefix_caching is False
+
+
+def test_a_chat_template_is_a_file_that_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert serve("--chat-template", str(file)).chat_template == file.absolute()
+    assert "--chat-template: " in refusal("--chat-template", str(tmp_path / "none.jinja"))
+    file.write_bytes(b"\xff\xfe")
+    assert "cannot read it" in refusal("--chat-template", str(file))
+    assert "--tool-call-parser" in refusal("--tool-call-parser", "other")

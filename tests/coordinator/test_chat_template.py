@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import pytest
 
 from common.errors import BadRequest, ModelCannotBeLoaded
+from coordinator import chat_template
 from coordinator.chat_template import ChatTemplate
 from coordinator.openai_messages import Chat
 
@@ -55,3 +60,98 @@ def test_the_sandbox_holds(source: str) -> None:
 def test_a_template_that_does_not_compile_is_found_at_start() -> None:
     with pytest.raises(ModelCannotBeLoaded, match="does not compile"):
         ChatTemplate("{% for %}", {})
+
+
+def rendered(source: str, messages: list[dict[str, Any]] = MESSAGES, **more: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(messages, **more))
+
+
+def test_names_of_the_client_reach_the_template() -> None:
+    source = "{{ bos_token }}{{ enable_thinking }}{{ style.name }}{{ missing is defined }}"
+    assert rendered(source, kwargs={"enable_thinking": False, "style": {"name": "é"}}) == "<s>FalseéFalse"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(n) %}{% for j in range(n) %}{{ messages[0].role }}{% endfor %}{% endfor %}",
+        "{% for i in range(n) %}{% for j in range(n) %}{% set x = i + j %}{% endfor %}{% endfor %}",
+        "{% for i in range(n) %}{% for j in range(n) %}xxxxxxxxxx{% endfor %}{% endfor %}",
+        "{{ 'x' * (n * n) }}",
+        "{{ [0] * (n * n) }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{{ 10 ** (n * n) }}",
+        "{{ '%*d' % (n * n, 1) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_does_not_end_or_grows_is_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 100_000)
+    with pytest.raises(BadRequest) as refused:
+        rendered(source, kwargs={"n": 30_000})
+    assert (refused.value.status, refused.value.code) == (400, "chat_template_failed")
+
+
+def test_counting_begins_anew_with_each_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 5000)
+    template = ChatTemplate("{% for i in range(1000) %}{{ messages[0].role }}{% endfor %}", {})
+    for _ in range(10):
+        template.render(HI)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+def test_a_template_with_a_place_for_tools_gets_them() -> None:
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }};{% endfor %}"
+    template = ChatTemplate(source, {})
+    assert template.has_place_for_tools
+    assert template.render(Chat(MESSAGES, [TOOL])) == json.dumps([TOOL]) + "user;"
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    template = ChatTemplate("plain", {}, "{{ tools | tojson }}")
+    assert template.has_place_for_tools
+    assert template.render(HI) == "plain"
+    assert template.render(Chat(MESSAGES, [TOOL])) == json.dumps([TOOL])
+
+
+@pytest.mark.parametrize(
+    ("system", "messages", "roles"),
+    [
+        (True, MESSAGES, ["system", "user"]),
+        (True, [{"role": "system", "content": "Be brief."}, *MESSAGES], ["system", "user"]),
+        (False, MESSAGES, ["user"]),
+    ],
+)
+def test_tools_without_a_place_are_told_where_the_template_lets_them(
+    system: bool, messages: list[dict[str, Any]], roles: list[str]
+) -> None:
+    refusal = "{{ raise_exception('no system role') if m.role == 'system' }}"
+    body = "[{{ m.role }}]{{ m.content }}\n"
+    template = ChatTemplate(
+        "{% for m in messages %}" + ("" if system else refusal) + body + "{% endfor %}", {}
+    )
+    assert not template.has_place_for_tools
+    text = template.render(Chat(messages, [TOOL]))
+    assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == roles
+    assert json.dumps(TOOL) in text and "<tool_call>" in text and "hi" in text
+    assert ("Be brief." in text) == (len(messages) > 1)
+    assert template.render(Chat(messages)).count("\n") == len(messages)
+
+
+def test_an_answer_goes_on_with_the_last_message() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    last = {"role": "assistant", "content": " hi and "}
+    assert rendered(source, [*MESSAGES, last], continue_final_message=True) == "<user>hi</><assistant>hi and"
+    kept = source.replace(" | trim", "")
+    assert rendered(kept, [*MESSAGES, last], continue_final_message=True) == "<user>hi</><assistant> hi and "
+    with pytest.raises(BadRequest, match="does not show"):
+        rendered("nothing", [*MESSAGES, last], continue_final_message=True)
+    assert rendered(source, add_generation_prompt=False) == "<user>hi</>"

@@ -112,6 +112,14 @@ def test_tiers_reach_the_coordinator_and_flags_overrule_the_file(tmp_path: Path)
     assert parse_worker(flags(plan.specs[1]), "prefill").max_num_seqs == 5
 
 
+def test_template_and_parser_reach_the_coordinator(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    coordinator = plan_of("--chat-template", str(file), "--tool-call-parser", "mistral").specs[0]
+    settings = parse_coordinator(flags(coordinator), {})
+    assert (settings.chat_template, settings.tool_call_parser) == (file, "mistral")
+
+
 def test_the_line_to_try_is_a_whole_command() -> None:
     lines = ready_lines("http://127.0.0.1:1", "m", "YOUR_KEY")
     assert lines[-1].startswith("  curl http://127.0.0.1:1/v1/chat/completions -H ")

@@ -198,6 +198,13 @@ def test_the_template_may_be_a_file_a_list_or_absent(model_dir: Path) -> None:
         asyncio.run(Tokenizer(model_dir).encode_chat(chat, 100))
 
 
+def test_a_template_of_the_operators_takes_its_place(model_dir: Path) -> None:
+    chat = Chat([{"role": "user", "content": "hi"}])
+    assert Tokenizer(model_dir, "O{{ messages[0].content }}").render_chat(chat) == "Ohi"
+    with pytest.raises(ModelCannotBeLoaded, match=r"does not compile.*line 2"):
+        Tokenizer(model_dir, "x\n{% for %}")
+
+
 def sentencepiece_like(folder: Path) -> Tokenizer:
     """A tiny tokenizer of the older Llama kind: spaces marked, unknown bytes spelt out, BOS added by itself."""
     pieces = [
