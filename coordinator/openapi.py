@@ -29,7 +29,7 @@ from common.errors import (
     UnsupportedField,
 )
 from common.version import VERSION
-from coordinator import openapi_answers as answers
+from coordinator import openapi_answers as answers, openapi_operator_answers as operator_answers
 from coordinator.errors_http import ObjectNotFound
 from coordinator.field_schema import TOKEN_ID
 from coordinator.front_door import MAX_REQUEST_ID_CHARS, OPEN
@@ -114,17 +114,19 @@ ROUTES: Final[tuple[Route, ...]] = (
         errors=OF_TOKENIZING,
         example={"tokens": [49, 1216]},
     ),
-    Route("get", "/v1/models", "Lists the served models", answers.Models),
-    Route("get", "/v1/models/{name}", "One served model", answers.Model, errors=(ModelNotFound,)),
-    Route("get", "/health", "Whether a request could be served now", answers.Health, errors=(NoWorker,)),
-    Route("get", "/version", "Which version serves", answers.Version),
+    Route("get", "/v1/models", "Lists the served models", operator_answers.Models),
+    Route("get", "/v1/models/{name}", "One served model", operator_answers.Model, errors=(ModelNotFound,)),
+    Route(
+        "get", "/health", "Whether a request could be served now", operator_answers.Health, errors=(NoWorker,)
+    ),
+    Route("get", "/version", "Which version serves", operator_answers.Version),
     Route("get", "/metrics", "Metrics of the whole cluster as Prometheus text", "text/plain"),
-    Route("get", "/admin/workers", "Lists the workers", answers.WorkerRow, many=True),
+    Route("get", "/admin/workers", "Lists the workers", operator_answers.WorkerRow, many=True),
     Route(
         "get",
         "/admin/requests/{request_id}",
         "The timeline of a request, running or ended a while ago",
-        answers.Timeline,
+        operator_answers.Timeline,
         errors=(ObjectNotFound,),
     ),
     Route("get", "/openapi.json", "This document", JSON),
