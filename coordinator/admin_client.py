@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -16,6 +14,9 @@ from rich.table import Table
 
 ANSWER_LIMIT_S = 5.0
 DEFAULT_URL = "http://127.0.0.1:8000"
+_OPENER = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # our own service, never through a proxy
 
 
 class Unreachable(Exception):
@@ -30,14 +31,14 @@ class Health:
     reason: str
 
 
-def health(url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> Health:
-    status, body = _get(f"{url}/health", key, tls)
+def health(url: str, key: str | None = None) -> Health:
+    status, body = _get(f"{url}/health", key)
     return Health(status == 200, body.strip())
 
 
-def workers(url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> list[dict[str, Any]]:
+def workers(url: str, key: str | None = None) -> list[dict[str, Any]]:
     """The rows of /admin/workers."""
-    status, body = _get(f"{url}/admin/workers", key, tls)
+    status, body = _get(f"{url}/admin/workers", key)
     if status != 200:
         raise Unreachable(f"{url}/admin/workers answered {status}: {body.strip()[:200]}")
     try:
@@ -49,30 +50,15 @@ def workers(url: str, key: str | None = None, tls: ssl.SSLContext | None = None)
     return rows
 
 
-def _get(url: str, key: str | None, tls: ssl.SSLContext | None) -> tuple[int, str]:
-    """Never through a proxy: it is our own service. `tls` says whom an https URL trusts."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
-    )
+def _get(url: str, key: str | None) -> tuple[int, str]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
+        with _OPENER.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
             return answer.status, answer.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode("utf-8", "replace")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unreachable(f"{url}: {_why(error)}") from error
-
-
-def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        return f"{reason.verify_message}; name who signed its certificate with --ca-certs FILE, or say --insecure"
-    if isinstance(reason, ssl.SSLError) and reason.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
-        return "does not speak TLS there; use http://"
-    if isinstance(reason, (http.client.RemoteDisconnected, ConnectionResetError)):
-        return f"{reason} (if it speaks TLS, use https://)"
-    return str(reason)
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{url}: {getattr(error, 'reason', error)}") from error
 
 
 NOW = ("running", "waiting", "blocks_free", "blocks_cached", "step_ms")

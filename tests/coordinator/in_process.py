@@ -30,9 +30,9 @@ class Reply:
         return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
-async def post(app: ASGIApp, path: str, body: dict[str, Any]) -> Reply:
+async def post(app: ASGIApp, path: str, body: dict[str, Any] | bytes) -> Reply:
     """The client stays until it has its answer."""
-    unread = [json.dumps(body).encode()]
+    unread = [body if isinstance(body, bytes) else json.dumps(body).encode()]
     status = 0
     parts: list[bytes] = []
 

@@ -135,6 +135,10 @@ class Asked:
         tokens = 0
         for case, choice, stream in zip(cases, whole["choices"], streamed, strict=True):
             expected = said(case, self.tokenizer)
+            if asked.get("echo"):
+                prompt = asked["prompt"][choice["index"] // asked["n"]]
+                expected.pieces.insert(0, prompt)
+                expected.text = prompt + expected.text
             text = choice["message"]["content"] if path == CHAT else choice["text"]
             assert text == expected.text, case
             assert stream.pieces == expected.pieces, case
@@ -350,7 +354,7 @@ def test_any_settings_together(asked: Asked, cutter: Cutter) -> None:
 
 
 def test_choices_side_by_side(asked: Asked, cutter: Cutter) -> None:
-    """Several answers to one prompt and to several: each as if it were alone, usage of them all."""
+    """Several answers to one prompt and to several, some after their prompt: each as if alone, usage of them all."""
     chance = random.Random(3)
 
     async def check() -> None:
@@ -369,6 +373,8 @@ def test_choices_side_by_side(asked: Asked, cutter: Cutter) -> None:
             asks: dict[str, Any] = {"n": n}
             if path == TEXT:
                 asks["prompt"] = ["hi", "ho", "hu"][:prompts]
+                # Scored prompts are in `test_echo`, which has their log-probabilities.
+                asks["echo"] = fields["logprobs"] is None
             await asked.check_choices(cases, path, asks)
 
     asyncio.run(check())

@@ -157,6 +157,17 @@ def chat(question: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
 
 
+def refusals(service: Service, path: str, bad: dict[str, Any]) -> dict[str, Any]:
+    """The error object of a 400, whole and streamed alike."""
+    good = chat("hi") if "chat" in path else completion("One, two,")
+    answers = [service.post(path, good | bad | {"stream": stream}) for stream in (False, True)]
+    assert [answer.status_code for answer in answers] == [400, 400], (bad, answers[0].text)
+    assert answers[0].json() == answers[1].json()
+    error: dict[str, Any] = answers[0].json()["error"]
+    assert error["message"] and error["code"]
+    return error
+
+
 def strict_json(text: str) -> dict[str, Any]:
     """What Python's parser takes beside JSON (NaN, Infinity) fails."""
 

@@ -1,8 +1,8 @@
 """Faults that users of servers like ours have met, on one real service: groups F and G, by their numbers.
 
-`pytest -k BR_092` finds what there is about one; those where the cluster's words must be forced are in
-`tests/coordinator/test_faults_of_clients.py`. When all are through (`undisturbed`) the workers are the same
-processes, idle, and a witness says what it said before, to the last bit.
+`pytest -k BR_092` finds what there is about one. Sampling has a file of its own; those where the cluster's words
+must be forced are in `tests/coordinator/test_faults_of_clients.py`. When all are through (`undisturbed`) the
+workers are the same processes, idle, and a witness says what it said before, to the last bit.
 """
 
 from __future__ import annotations
@@ -16,22 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.service import ROOT, Service, chat, completion, strict_json
+from tests.e2e.service import ROOT, Service, chat, completion, events, refusals, strict_json
 
 VOCAB = 49152
-NEWLINE, COMMA, END = 198, 28, 2
-WAITING = {93, 103, 112}  # echo and n
-
-
-def refusals(service: Service, path: str, bad: dict[str, Any]) -> dict[str, Any]:
-    """The error object of a 400, whole and streamed alike."""
-    good = chat("hi") if "chat" in path else completion("One, two,")
-    answers = [service.post(path, good | bad | {"stream": stream}) for stream in (False, True)]
-    assert [answer.status_code for answer in answers] == [400, 400], (bad, answers[0].text)
-    assert answers[0].json() == answers[1].json()
-    error: dict[str, Any] = answers[0].json()["error"]
-    assert error["message"] and error["code"]
-    return error
+END = 2
 
 
 def test_every_entry_of_groups_F_and_G_has_a_test() -> None:
@@ -41,25 +29,7 @@ def test_every_entry_of_groups_F_and_G_has_a_test() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 named |= {int(number) for number in re.findall(r"BR_(\d{3})", node.name)}
-    assert entries - named == WAITING
-
-
-# ---------------------------------------------------------------- F
-
-
-def test_BR_085_min_tokens_holds_for_stop_strings_ids_and_the_end(undisturbed: Service) -> None:
-    for fields in (
-        {"stop": ["\n", ",", " ", "o", "e"]},
-        {"stop_token_ids": [NEWLINE, COMMA]},
-        {"logit_bias": {str(END): 100}},
-    ):
-        for temperature in (0, 1):
-            body: dict[str, Any] = {"min_tokens": 6, "max_tokens": 6, "temperature": temperature, "seed": 1}
-            answer = undisturbed.complete("One, two,", **fields, **body)
-            assert answer["usage"]["completion_tokens"] == 6, (fields, answer)
-
-
-# ---------------------------------------------------------------- G
+    assert entries <= named, entries - named
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], None, [None]])
@@ -74,6 +44,21 @@ def test_BR_092_a_chat_of_nothing(undisturbed: Service) -> None:
         messages = [{"role": "user", "content": empty}]
         answer = undisturbed.post("/v1/chat/completions", chat("x", max_tokens=1) | {"messages": messages})
         assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] > 3
+
+
+def test_BR_093_an_answer_of_no_tokens(undisturbed: Service) -> None:
+    wrong: tuple[Any, ...] = (0, -1, 10**18, 1e18, "5", True)
+    for max_tokens in wrong:
+        assert refusals(undisturbed, "/v1/completions", {"max_tokens": max_tokens})["param"] == "max_tokens"
+        if max_tokens != 0:
+            bad = {"max_tokens": max_tokens, "echo": True}
+            assert refusals(undisturbed, "/v1/completions", bad)["param"] == "max_tokens"
+    for logprobs in (None, 0, 1):
+        answer = undisturbed.complete("One, two,", max_tokens=0, echo=True, logprobs=logprobs)
+        assert (answer["text"], answer["usage"]["completion_tokens"]) == ("One, two,", 0)
+        count = answer["usage"]["prompt_tokens"]
+        assert logprobs is None or len(answer["logprobs"]["token_logprobs"]) == count
+    assert undisturbed.complete("One, two,", max_tokens=None, stop=["e"])["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -113,23 +98,6 @@ def test_BR_096_stop_ids_that_are_no_tokens(undisturbed: Service, ids: list[int]
     assert error["param"] == "stop_token_ids"
 
 
-def test_BR_096_banned_ends_are_banned_in_their_own_row(undisturbed: Service, text_ids: list[int]) -> None:
-    prompt, fields = text_ids[60:90], {"max_tokens": 12, "ignore_eos": True, "logprobs": 3}
-    alone = undisturbed.complete(prompt, **fields)
-
-    def ban(index: int) -> int:
-        answer = undisturbed.complete(
-            [index + 9], min_tokens=6, max_tokens=6, stop_token_ids=[VOCAB - 1, 0, *range(100, 220)]
-        )
-        return int(answer["usage"]["completion_tokens"])
-
-    with ThreadPoolExecutor(7) as threads:
-        beside = threads.submit(undisturbed.complete, prompt, **fields)
-        assert list(threads.map(ban, range(6))) == [6] * 6
-        together = beside.result()
-    assert (together["text"], together["logprobs"]) == (alone["text"], alone["logprobs"])
-
-
 @pytest.mark.parametrize(
     "prompt", [[-1], [VOCAB], [5, VOCAB], [2**63], [2**64], [1.5], [True], [5, "a"], [[-1]]]
 )
@@ -141,76 +109,13 @@ def test_BR_097_the_last_token_of_the_vocabulary_is_one(undisturbed: Service) ->
     assert undisturbed.complete([VOCAB - 1, 0], max_tokens=1)["usage"]["prompt_tokens"] == 2
 
 
-def test_BR_098_seeds_at_the_ends_of_their_range(undisturbed: Service) -> None:
-    wrong: tuple[Any, ...] = (2**64, 2**63, -(2**63) - 1, 1.5, "7", True, [])
-    for seed in wrong:
-        assert refusals(undisturbed, "/v1/completions", {"seed": seed})["param"] == "seed"
-    texts = {}
-    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
-        twice = [
-            undisturbed.complete("Once", max_tokens=4, temperature=1, seed=seed)["text"] for _ in range(2)
-        ]
-        assert twice[0] == twice[1]
-        texts[seed] = twice[0]
-    assert len(set(texts.values())) > 3, "0 is a seed like another"
-
-
-SAMPLING: list[dict[str, Any]] = [
-    *({"temperature": value} for value in (1e-6, 1e-4, -0.0, 1e-300, 100)),
-    *({"top_p": value} for value in (1e-9, 1e-300, 1)),
-    *({"top_k": value} for value in (0, -1, 1, VOCAB, VOCAB + 1, 2**31, 2**63)),
-    *({"min_p": value} for value in (1, 1e-300)),
-    {"repetition_penalty": 1e-9, "temperature": 1e-4},
-    {"repetition_penalty": 100, "presence_penalty": 2, "frequency_penalty": -2},
-    {"temperature": 0.01, "top_k": 1, "logit_bias": {"2": -100, "28": -100}},
-]
-
-
-@pytest.fixture(scope="module")
-def sampled(shared: Service) -> dict[str, dict[str, Any]]:
-    """Answers to all of `SAMPLING` at once, and to none of it (""), with log-probabilities; strictly JSON."""
-    asked = [{}, *SAMPLING]
-
-    def ask(fields: dict[str, Any]) -> dict[str, Any]:
-        body = {"temperature": 1, "seed": 3, "max_tokens": 3, "logprobs": 5, "ignore_eos": True} | fields
-        answer = shared.post("/v1/completions", completion("One, two,", **body))
-        assert answer.status_code == 200, (fields, answer.text)
-        choice: dict[str, Any] = strict_json(answer.text)["choices"][0]
-        return choice
-
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(ask, asked))
-    return {json.dumps(fields): answer for fields, answer in zip(asked, answers, strict=True)}
-
-
-def test_BR_099_BR_101_the_ends_of_every_range_give_numbers(
-    undisturbed: Service, sampled: dict[str, dict[str, Any]]
-) -> None:
-    for fields, answer in sampled.items():
-        logprobs = answer["logprobs"]
-        assert len(logprobs["token_logprobs"]) == 3, fields
-        values = [*logprobs["token_logprobs"], *(v for top in logprobs["top_logprobs"] for v in top.values())]
-        assert all(-9999 <= value <= 0 for value in values), (fields, values)
-    greedy = undisturbed.complete("One, two,", max_tokens=3, ignore_eos=True)["text"]
-    for name, value in (("temperature", 1e-6), ("temperature", -0.0), ("temperature", 1e-300), ("top_k", 1)):
-        assert sampled[json.dumps({name: value})]["text"] == greedy, name
-
-
-def test_BR_099_beyond_their_ranges_they_are_refused(undisturbed: Service) -> None:
-    outside: dict[str, tuple[float, ...]] = {
-        "temperature": (-1, 101),
-        "top_p": (0, 1.1),
-        "min_p": (-1, 1.1),
-        "top_k": (-2,),
-    }
-    for field, values in outside.items():
-        for value in values:
-            assert refusals(undisturbed, "/v1/completions", {field: value})["param"] == field
-
-
-def test_BR_100_more_than_the_vocabulary_is_all_of_it(sampled: dict[str, dict[str, Any]]) -> None:
-    for top_k in (0, -1, VOCAB, VOCAB + 1, 2**31, 2**63):
-        assert sampled[json.dumps({"top_k": top_k})] == sampled["{}"]
+def test_BR_103_more_choices_than_a_request_may_have(undisturbed: Service) -> None:
+    for n in (0, -1, 129, 10_000, 2**63, 1.5, True, "2"):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert refusals(undisturbed, path, {"n": n})["param"] == "n"
+    assert refusals(undisturbed, "/v1/completions", {"n": 3, "best_of": 2})["param"] == "best_of"
+    assert refusals(undisturbed, "/v1/completions", {"n": 65, "prompt": ["a", "b"]})["param"] == "n"
+    assert refusals(undisturbed, "/v1/completions", {"prompt": ["a", [1]]})["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -293,6 +198,21 @@ def test_BR_111_every_route_and_every_error_says_the_name_back(undisturbed: Serv
     assert {200, 400, 404, 405, 422} <= statuses
 
 
+def test_BR_112_every_token_of_a_prompt_is_scored(undisturbed: Service, text_ids: list[int]) -> None:
+    """However narrow the sampling, cold and with the prompt in the caches."""
+    for prompt in (text_ids[400:405], text_ids[420:453], text_ids[420:453]):
+        for logprobs in (0, 1):
+            fields = {"echo": True, "temperature": 1, "top_k": 1, "seed": 1, "max_tokens": 2}
+            answer = undisturbed.complete(prompt, logprobs=logprobs, ignore_eos=True, **fields)
+            said = answer["logprobs"]
+            assert said["token_logprobs"][0] is None and len(said["tokens"]) == len(prompt) + 2
+            for name, value, top in list(zip(*(said[k] for k in SCORES), strict=True))[1:]:
+                assert top[name] == value <= 0 and len(top) in (logprobs, logprobs + 1), (name, top)
+
+
+SCORES = ("tokens", "token_logprobs", "top_logprobs")
+
+
 def test_BR_114_logprobs_of_an_answer_of_emoji(undisturbed: Service) -> None:
     """Bytes of an emoji are all that it may say; what they make may be text or not."""
     biases = {"10813": 90, "242": 90, "218": 90}
@@ -304,6 +224,27 @@ def test_BR_114_logprobs_of_an_answer_of_emoji(undisturbed: Service) -> None:
         raw = b"".join(bytes(entry["bytes"]) for entry in content)
         assert raw.decode("utf-8", "replace") == choice["message"]["content"]
         assert {len(entry["top_logprobs"]) for entry in content} == {fields.get("top_logprobs", 0)}
+
+
+def test_BR_115_usage_of_several_choices(undisturbed: Service, text_ids: list[int]) -> None:
+    """Streamed as whole: a prompt counts once, each answer counts; and a choice is the same however it is sent."""
+    for fields, choices in (
+        ({"n": 3, "prompt": text_ids[1200:1240]}, 3),
+        ({"n": 2, "prompt": ["One, two,", "A B C"]}, 4),
+        ({"n": 1, "prompt": [[5, 6, 7], [8, 9]]}, 2),
+    ):
+        body = completion("", max_tokens=6, temperature=1, seed=2, stop=["e"]) | fields
+        whole = undisturbed.post("/v1/completions", body).json()
+        counting = body | {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = events(iter(undisturbed.post("/v1/completions", counting).text.splitlines()))
+        texts = [""] * choices
+        for chunk in chunks:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        used = [{**usage, "prompt_tokens_details": None} for usage in (last["usage"], whole["usage"])]
+        assert used[0] == used[1] and choices <= used[0]["completion_tokens"] <= 6 * choices
+        if fields["n"] == 3:
+            assert used[0]["prompt_tokens"] == 40 and len(set(texts)) > 1
 
 
 def test_BR_116_what_ended_it(undisturbed: Service, text_ids: list[int]) -> None:
@@ -320,24 +261,3 @@ def test_BR_116_what_ended_it(undisturbed: Service, text_ids: list[int]) -> None
         assert (ended["finish_reason"], ended["usage"]["completion_tokens"]) == ("stop", max_tokens)
     ignored = undisturbed.complete("One", max_tokens=3, ignore_eos=True, **end)
     assert (ignored["finish_reason"], ignored["text"]) == ("length", "")
-
-
-def test_BR_117_a_seed_is_a_seed_in_any_company(undisturbed: Service) -> None:
-    seeded: dict[str, Any] = {
-        "seed": 42,
-        "temperature": 1,
-        "max_tokens": 8,
-        "logprobs": 2,
-        "ignore_eos": True,
-    }
-
-    def ask(fields: dict[str, Any]) -> dict[str, Any]:
-        answer = undisturbed.complete("Once upon a time", **{"temperature": 1, "max_tokens": 8} | fields)
-        return {key: answer[key] for key in ("text", "logprobs", "finish_reason")}
-
-    alone = ask(seeded)
-    company = [seeded, {}, {"seed": 43}, seeded, {}, {"temperature": 0}, seeded, {"top_k": 3}]
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(ask, company))
-    assert [answers[index] for index in (0, 3, 6)] == [alone] * 3
-    assert answers[2]["text"] != alone["text"]

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.e2e.service import MODEL, Service, serving
 
@@ -71,6 +72,42 @@ def test_text_whole_and_streamed(sdk: openai.OpenAI) -> None:
         assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
         assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
         assert whole.usage is not None and 1 <= whole.usage.completion_tokens <= 8
+
+
+def test_several_choices(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 5, "n": 3}
+    whole = sdk.chat.completions.create(**asked)
+    said = [choice.message.content or "" for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(said)) > 1
+    texts = [""] * 3
+    for chunk in sdk.chat.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == said
+
+
+class Capital(BaseModel):
+    """Bounded, so that an answer ends."""
+
+    city: Literal["Paris", "London", "Rome"]
+    in_europe: bool
+    rivers: Annotated[int, Field(ge=0, le=9)]
+
+
+def test_an_answer_that_is_an_object(sdk: openai.OpenAI) -> None:
+    """The SDK makes the schema and reads the answer, whole and streamed."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 80}
+    parsed = sdk.chat.completions.parse(**asked, response_format=Capital).choices[0].message
+    assert isinstance(parsed.parsed, Capital)
+    with sdk.chat.completions.stream(**asked, response_format=Capital) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.parsed
+    with pytest.raises(openai.BadRequestError) as refused:
+        schema: Any = {"type": "array", "uniqueItems": True}
+        sdk.chat.completions.create(
+            **asked,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        )
+    assert "uniqueItems" in refused.value.message
 
 
 def test_models_and_the_request_id(sdk: openai.OpenAI) -> None:

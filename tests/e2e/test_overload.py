@@ -59,3 +59,17 @@ def test_what_the_pools_can_never_hold_is_refused_with_the_numbers(small: Servic
     assert too_much.status_code == 400 and too_much.json()["error"]["param"] == "max_tokens"
     assert small.complete([7] * (room - 2), max_tokens=2, ignore_eos=True)["usage"]["total_tokens"] == room
     small.until_idle()
+
+
+def test_BR_103_more_choices_than_run_at_once_take_turns(small: Service, text_ids: list[int]) -> None:
+    """Two run, the others wait in the queue; a group that the queue can never hold is told so."""
+    body = completion(text_ids[:20], max_tokens=4, temperature=1, seed=3, ignore_eos=True)
+    answer = small.post("/v1/completions", body | {"n": 4})
+    assert answer.status_code == 200, answer.text
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert len(texts) == 4 and len(set(texts)) > 1
+    assert answer.json()["usage"]["completion_tokens"] == 16
+    assert small.post("/v1/completions", body | {"n": 1}).json()["choices"][0]["text"] == texts[0]
+    many = small.post("/v1/completions", body | {"n": 100})
+    assert many.status_code == 400 and many.json()["error"]["message"], many.text
+    small.until_idle()

@@ -21,6 +21,18 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 EMOJI = {"10813": 90, "242": 90, "218": 90, "228": 90}
 """Tokens that are parts of emoji: together they are text, junk, or a character cut at the end."""
 CJK = {str(id): 60 for id in (178, 186, 194, 227, 235, 244, 173, 111)}
+NUMBERS: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "numbers",
+        "schema": {
+            "type": "object",
+            "properties": {"é": {"enum": ["😀", "好"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["é", "n"],
+            "additionalProperties": False,
+        },
+    },
+}
 COUNT = "One, two, three, four,"
 STORY = "Tell me a story about a ferry."
 
@@ -44,6 +56,8 @@ def grid() -> list[tuple[str, dict[str, Any]]]:
             {"logit_bias": CJK, **seeded, "seed": seed, "max_tokens": tokens}
             for seed, tokens in ((1, 7), (2, 8))
         ),
+        {"response_format": {"type": "json_object"}, **seeded},
+        {"response_format": NUMBERS, **seeded, "max_tokens": 20},
         {"logit_bias": EMOJI, **seeded, "stop": ["😀", "\ufffd\ufffd"]},
     ]
     requests = []
@@ -51,6 +65,8 @@ def grid() -> list[tuple[str, dict[str, Any]]]:
         for path in (CHAT, TEXT):
             scored = (None, 0, 5, 20)[(index + (path == CHAT)) % 4]
             requests.append((path, kind | _logprobs(path, scored)))
+    requests += [(TEXT, {"echo": True, **seeded, **_logprobs(TEXT, top)}) for top in (None, 0, 3)]
+    requests += [(TEXT, {"echo": True, "max_tokens": 0, **_logprobs(TEXT, 2)})]
     return requests
 
 
@@ -115,7 +131,8 @@ def gathered(answer: httpx.Response, path: str, body: dict[str, Any]) -> Said:
         entries = _lists([choice["logprobs"]])
         if entries and len(next(iter(entries.values()))) > 1 and "stop" not in body:
             assert _was_held_back(entries), choice
-    assert usage is None or len(texts) <= usage["completion_tokens"]
+    echoed = 1 if body.get("echo") else 0  # the prompt is one chunk
+    assert usage is None or len(texts) <= usage["completion_tokens"] + echoed
     return Said("".join(texts), last["finish_reason"], _lists([c["logprobs"] for c in choices]), usage)
 
 
