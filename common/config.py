@@ -3,7 +3,7 @@
     ProcessSettings                what each process has
     ├── EngineSettings             how a worker computes and keeps its cache
     │   └── WorkerSettings         … and where it belongs: `kvferry prefill`, `kvferry decode`
-    ├── CoordinatorSettings        HTTP, queue, limits: `kvferry coordinator`
+    ├── CoordinatorSettings        HTTP (`http_settings.py`), queue, limits: `kvferry coordinator`
     └── ServeSettings              both of them and how many workers: `kvferry serve`
 
 The `parse_…` functions are called by a `__main__` with its command line; what lies below gets the values it
@@ -16,58 +16,19 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from common.flags import flag, from_variable, parse, parse_bytes, visible_fields
+from common.flags import flag, parse, visible_fields
+from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
 
-
-def _checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    for key in keys:
-        if not key.isprintable() or re.search(r"[\s,]", key) or not key:
-            raise ValueError("a key has no blanks and no commas")
-    return keys
-
-
-def _read_keys(paths: object) -> object:
-    """Paths of key files → the keys in them, so that a file is read once, at the entry point."""
-    if isinstance(paths, str):
-        paths = [paths]
-    if not isinstance(paths, list):
-        return paths
-    try:
-        lines = [line.strip() for path in paths for line in Path(path).read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read it: {error}") from error
-    return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-def _readable(path: Path) -> Path:
-    """Of a file that another process reads: absolute, and refused here where it cannot be read."""
-    try:
-        path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read it: {error}") from error
-    return path.absolute()
-
-
-def _one_or_more(keys: object) -> object:
-    """In a file one key may stand without brackets."""
-    return [keys] if isinstance(keys, str) else keys
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Keys = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), AfterValidator(_checked_keys)]
-KeysOfFiles = Annotated[tuple[str, ...], BeforeValidator(_read_keys), AfterValidator(_checked_keys)]
-TextFile = Annotated[Path, AfterValidator(_readable)]
 WorkerRole = Literal["prefill", "decode"]
 
 WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
-API_KEY_VARIABLE = "KVFERRY_API_KEY"
 
 NO_KEYS_YET = (
     "is not on this machine's loopback: sockets between machines need CURVE keys, which come with a later "
@@ -75,14 +36,10 @@ NO_KEYS_YET = (
 )
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 TIER_KEYS_WITHOUT_EFFECT = {"ttft_ms", "itl_ms", "weight", "max_queue"}
 
 
-class Tier(_Strict):
+class Tier(Strict):
     """A class of service: `[tiers.NAME]` of the file. Targets that are absent are not promised."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
@@ -97,7 +54,7 @@ class Tier(_Strict):
         return sorted(self.model_fields_set & TIER_KEYS_WITHOUT_EFFECT)
 
 
-class ProcessSettings(_Strict):
+class ProcessSettings(Strict):
     model: str | None = flag(
         None,
         f"folder or hub id of a Hugging Face model; absent: {DEFAULT_MODEL_NAME}, fetched on first use",
@@ -178,40 +135,13 @@ class WorkerSettings(EngineSettings):
         return self
 
 
-class CoordinatorSettings(ProcessSettings):
+class CoordinatorSettings(HttpSettings, ProcessSettings):
     seed: int | None = flag(
         None,
         "start of the seeds given to requests that bring none; absent: drawn by the system",
         "model",
         ge=0,
         lt=2**63,
-    )
-    host: str = flag("127.0.0.1", "address that HTTP listens on", "HTTP")
-    port: int = flag(8000, "port that HTTP listens on; 0: any free one", "HTTP", ge=0, le=65535)
-    served_model_name: str | None = flag(
-        None, "name of the model in requests; absent: last part of --model", "HTTP", metavar="NAME"
-    )
-    chat_template: TextFile | None = flag(
-        None, "jinja template of chats; absent: the model's own", "HTTP", metavar="FILE"
-    )
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = flag(
-        "auto",
-        "how the model writes its tool calls; auto: as its chat template and vocabulary say",
-        "HTTP",
-    )
-    api_key: Keys = flag(
-        (),
-        f"key that requests must bring, may be repeated; each names a tenant. {API_KEY_VARIABLE} adds more, "
-        "separated by commas, unseen by other users of the machine",
-        "HTTP",
-    )
-    api_key_file: KeysOfFiles = flag(
-        (), "file with one key per line, # for comments; may be repeated", "HTTP", metavar="FILE"
-    )
-    api_key_environment: Keys = from_variable(API_KEY_VARIABLE, default=())
-    allow_unauthenticated: bool = flag(False, "let HTTP listen beyond loopback without any key", "HTTP")
-    max_body_size: Bytes = flag(
-        4 << 20, "longest request body, such as 4MiB", "HTTP", metavar="BYTES", ge=1024
     )
     control: str = flag(
         DEFAULT_CONTROL, "endpoint that workers connect to", "network", metavar="tcp://HOST:PORT"
@@ -260,11 +190,6 @@ class CoordinatorSettings(ProcessSettings):
         return self
 
     @property
-    def api_keys(self) -> tuple[str, ...]:
-        """All keys, each once; empty where requests need none."""
-        return tuple(dict.fromkeys((*self.api_key, *self.api_key_file, *self.api_key_environment)))
-
-    @property
     def model_name(self) -> str:
         """What requests call the model."""
         last_part = (self.model or DEFAULT_MODEL_NAME).rstrip("/").split("/")[-1]
@@ -279,6 +204,11 @@ class CoordinatorSettings(ProcessSettings):
     def open_to_all(self) -> bool:
         """HTTP listens beyond loopback without keys: to be said at start."""
         return not is_loopback(self.host) and not self.api_keys
+
+    @property
+    def keys_in_clear(self) -> bool:
+        """Keys cross the network unencrypted: to be said at start."""
+        return not is_loopback(self.host) and bool(self.api_keys) and self.ssl_certfile is None
 
 
 class ServeSettings(CoordinatorSettings, EngineSettings):

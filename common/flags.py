@@ -26,7 +26,10 @@ from common.errors import BadConfiguration
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-GROUPS = ("pools", "model", "HTTP", "engine", "cache", "scheduling", "liveness", "network", "process")
+GROUPS = (
+    "pools", "model", "HTTP", "TLS", "CORS", "HTTP limits", "engine", "cache", "scheduling", "liveness", "network",
+    "process",
+)  # fmt: skip
 """Order of the groups in --help."""
 
 # How alike two names are when one may be a slip of the other: --prot and --port, but not pools and control.
@@ -203,6 +206,8 @@ def _shown(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if isinstance(value, int) and value >= size and value % size == 0:
             return f"{value // size}{unit}"

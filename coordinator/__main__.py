@@ -24,6 +24,12 @@ def main() -> int:
                 "(--allow-unauthenticated)",
                 file=sys.stderr,
             )
+        if settings.keys_in_clear:
+            print(  # noqa: T201
+                f"WARNING: keys and texts travel in clear to and from {settings.host}: set --ssl-certfile and "
+                "--ssl-keyfile, or let only a proxy that speaks TLS reach it",
+                file=sys.stderr,
+            )
         if idle := [
             f"{name}.{key}" for name, tier in settings.tiers.items() for key in tier.set_without_effect
         ]:

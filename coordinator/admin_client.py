@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -14,9 +16,6 @@ from rich.table import Table
 
 ANSWER_LIMIT_S = 5.0
 DEFAULT_URL = "http://127.0.0.1:8000"
-_OPENER = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # our own service, never through a proxy
 
 
 class Unreachable(Exception):
@@ -31,14 +30,14 @@ class Health:
     reason: str
 
 
-def health(url: str, key: str | None = None) -> Health:
-    status, body = _get(f"{url}/health", key)
+def health(url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> Health:
+    status, body = _get(f"{url}/health", key, tls)
     return Health(status == 200, body.strip())
 
 
-def workers(url: str, key: str | None = None) -> list[dict[str, Any]]:
+def workers(url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> list[dict[str, Any]]:
     """The rows of /admin/workers."""
-    status, body = _get(f"{url}/admin/workers", key)
+    status, body = _get(f"{url}/admin/workers", key, tls)
     if status != 200:
         raise Unreachable(f"{url}/admin/workers answered {status}: {body.strip()[:200]}")
     try:
@@ -50,15 +49,30 @@ def workers(url: str, key: str | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _get(url: str, key: str | None) -> tuple[int, str]:
+def _get(url: str, key: str | None, tls: ssl.SSLContext | None) -> tuple[int, str]:
+    """Never through a proxy: it is our own service. `tls` says whom an https URL trusts."""
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+    )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with _OPENER.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
             return answer.status, answer.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode("utf-8", "replace")
-    except (OSError, ValueError) as error:
-        raise Unreachable(f"{url}: {getattr(error, 'reason', error)}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unreachable(f"{url}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return f"{reason.verify_message}; name who signed its certificate with --ca-certs FILE, or say --insecure"
+    if isinstance(reason, ssl.SSLError) and reason.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        return "does not speak TLS there; use http://"
+    if isinstance(reason, (http.client.RemoteDisconnected, ConnectionResetError)):
+        return f"{reason} (if it speaks TLS, use https://)"
+    return str(reason)
 
 
 NOW = ("running", "waiting", "blocks_free", "blocks_cached", "step_ms")

@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from common.config import API_KEY_VARIABLE, parse_serve
+from common.config import parse_serve
 from common.errors import BadConfiguration, StartupError
+from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment
 from common.version import VERSION
 from coordinator import admin_client
 from coordinator.admin_client import DEFAULT_URL
+from coordinator.tls import client_context
 
 MODULES = {
     "coordinator": "coordinator",
@@ -88,13 +90,16 @@ def _status(argv: list[str]) -> int:
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"where the service asks for one; or set {API_KEY_VARIABLE}"
     )
+    parser.add_argument("--ca-certs", metavar="FILE", help="who may have signed its certificate, PEM")
+    parser.add_argument("--insecure", action="store_true", help="take any certificate")
     given = parser.parse_args(argv)
+    tls = client_context(given.ca_certs, insecure=given.insecure)
     url = given.url.rstrip("/")
     key = given.api_key or os.environ.get(API_KEY_VARIABLE, "").split(",")[0] or None
     console = admin_client.wide_console()
     try:
-        console.print(admin_client.workers_table(admin_client.workers(url, key)))
-        health = admin_client.health(url, key)
+        console.print(admin_client.workers_table(admin_client.workers(url, key, tls)))
+        health = admin_client.health(url, key, tls)
     except admin_client.Unreachable as error:
         elsewhere = " (a service elsewhere: --url http://HOST:PORT)" if given.url == DEFAULT_URL else ""
         print(f"kvferry status: {error}{elsewhere}", file=sys.stderr)  # noqa: T201

@@ -64,13 +64,21 @@ _ANSWERS = (Registered, RegistrationRefused, HeartbeatAck)
 
 class ControlPlane:
     def __init__(
-        self, cluster: Cluster, metrics: Metrics, *, collocated: bool, request_timeout_s: float
+        self,
+        cluster: Cluster,
+        metrics: Metrics,
+        *,
+        collocated: bool,
+        request_timeout_s: float,
+        max_buffered_bytes: int = 1 << 20,
     ) -> None:
         self._cluster = cluster
         self._front = Front()
         self._metrics = metrics
         self._collocated = collocated
         self._request_timeout_s = request_timeout_s
+        self._max_buffered_bytes = max_buffered_bytes
+        self._slow_readers = 0
         self._me = Sender("coordinator", Incarnation(time.time_ns() // 1000))
         self._streams: dict[
             RequestId, tuple[MailboxStream, int]
@@ -115,6 +123,10 @@ class ControlPlane:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             log.warning("%d requests did not finish in %g s", len(self._streams), timeout_s)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """Ends what waits or runs with an error, which answers still have a moment to say."""
         for stream in list(self._limits):
             self._give_up(stream, NoWorker("The service is shutting down.", code=SHUTTING_DOWN))
 
@@ -188,6 +200,7 @@ class ControlPlane:
             **cluster.counters.values,
             'late_messages_total{kind="TokenRow"}': float(self._front.late_rows),
             "lost_token_messages_total": float(self._front.lost_messages),
+            "slow_readers_total": float(self._slow_readers),
         }
         own = WorkerSnapshot(
             worker="coordinator",
@@ -208,6 +221,15 @@ class ControlPlane:
     def _over_time(self) -> KvferryError:
         took = f"it took over {self._request_timeout_s:g} s"
         return RequestFailed(f"The request was ended: {took}.", code=CODES[DeadlinePassed])
+
+    def _too_slow(self, stream: MailboxStream) -> None:
+        self._slow_readers += 1
+        stream.discard()
+        limit = f"the limit of {self._max_buffered_bytes} bytes (--max-buffered-bytes)"
+        self._give_up(
+            stream,
+            DeadlinePassed(f"The client reads too slowly: {limit} waited for it.", code="slow_reader"),
+        )
 
     def _give_up(self, stream: MailboxStream, error: KvferryError) -> None:
         """One choice that failed fails its whole group: what a client asked for is not to be had any more."""
@@ -290,6 +312,8 @@ class ControlPlane:
             stream, choice = self._streams.get(delta.id, (None, 0))
             if stream is not None:
                 stream.put(choice, delta)
+                if stream.waiting_bytes > self._max_buffered_bytes:
+                    self._too_slow(stream)
             if delta.finish is not None:
                 self._forget(delta.id)
         self._tell_cluster(heard, now)

@@ -46,6 +46,11 @@ class MethodNotAllowed(KvferryError):
     kind = "invalid_request_error"
 
 
+class HeadTooLarge(KvferryError):
+    status = 431
+    kind = "invalid_request_error"
+
+
 class ObjectNotFound(KvferryError):
     status = 404
     kind = "invalid_request_error"

@@ -1,4 +1,4 @@
-"""What every request passes before its route: its time is taken, its key checked, its id echoed.
+"""What every request passes before its route: its time is taken, its key checked, its place given, its id echoed.
 
 Pure ASGI, because a middleware that wraps the response (Starlette's decorator kind) hides that the client left.
 """
@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from common.errors import Unauthorized
-from coordinator.errors_http import internal_error
+from common.errors import KvferryError, NotAdmitted, Unauthorized
+from coordinator.errors_http import code_of, internal_error
 from coordinator.http_body import ASGIMessage, Receive, Scope, Send
 from coordinator.response_writer import ResponseWriter
 
@@ -21,6 +21,8 @@ log = logging.getLogger("kvferry.http")
 
 OPEN = ("/health",)
 """Without a key even where keys are set: probes of orchestrators and load balancers carry none."""
+WITHOUT_PLACE = ("GET", "HEAD", "OPTIONS")
+RETRY_AFTER_S = 1.0
 MAX_REQUEST_ID_CHARS = 200
 ARRIVAL = "kvferry.arrival"
 
@@ -38,10 +40,24 @@ class Arrival:
 
 
 class FrontDoor:
-    """Wraps the app. Without `api_keys`, everything is open."""
+    """Wraps the app. Without `api_keys`, everything is open.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+    Requests with a body take one of `max_concurrent_requests` places from their head to the end of their answer;
+    those without (health, metrics, lists) take none, as they are answered at once. `rejected` hears the code of
+    every refusal.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        max_concurrent_requests: int,
+        rejected: Callable[[str], None],
+    ) -> None:
         self._app = app
+        self._max_concurrent_requests = max_concurrent_requests
+        self._rejected = rejected
+        self._num_requests = 0
         # Digests have one length, so comparing them tells nothing of a key's; the tenant's name tells nothing of
         # the key itself.
         self._keys = {_digest(key.encode()): f"key-{_digest(key.encode()).hex()[:12]}" for key in api_keys}
@@ -56,16 +72,30 @@ class FrontDoor:
         send = _echoing(send, client_id)
         tenant = self._tenant(headers.get(b"authorization", b"")) if self._keys else None
         if self._keys and tenant is None and scope["path"] not in OPEN:
-            await ResponseWriter(send).error(
-                Unauthorized(
-                    "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
-                    code="invalid_api_key",
-                ),
-                unread=receive,
-            )
+            await self._refuse(_unauthorized(), receive, send)
             return
         scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode())
-        await self._guarded(scope, receive, send)
+        if scope["method"] in WITHOUT_PLACE:
+            await self._guarded(scope, receive, send)
+        elif self._num_requests >= self._max_concurrent_requests:
+            await self._refuse(self._full(), receive, send)
+        else:
+            self._num_requests += 1
+            try:
+                await self._guarded(scope, receive, send)
+            finally:
+                self._num_requests -= 1
+
+    async def _refuse(self, error: KvferryError, receive: Receive, send: Send) -> None:
+        self._rejected(code_of(error))
+        await ResponseWriter(send).error(error, unread=receive)
+
+    def _full(self) -> KvferryError:
+        return NotAdmitted(
+            f"{self._max_concurrent_requests} requests are being served, and no more are taken at once.",
+            retry_after_s=RETRY_AFTER_S,
+            code="too_many_requests",
+        )
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The last resort: what no route caught becomes a 500 that says nothing of the inside."""
@@ -92,6 +122,12 @@ class FrontDoor:
             if hmac.compare_digest(known, digest):
                 found = name
         return found
+
+
+def _unauthorized() -> KvferryError:
+    return Unauthorized(
+        "A valid API key is needed: send the header `Authorization: Bearer KEY`.", code="invalid_api_key"
+    )
 
 
 def _digest(key: bytes) -> bytes:

@@ -2,7 +2,8 @@
 
 Two tasks run for a request: the work, and a watch on the connection. Whichever ends first ends the other, so a
 client that leaves is noticed in every phase, tokenizing and waiting for admission included. Text is pulled: the
-next delta is asked for when the last one is written, so a slow reader holds one write at a time here.
+next delta is asked for when the last one is written, so a slow reader holds one write at a time here. One that
+stops reading is cut off by its connection (`connection.py`), which is a client that left.
 
 The status line waits for the first delta, so that what fails before it has its own status. If that takes longer
 than `keep_alive_s`, the stream begins with a comment and a later failure is an `error` event.
@@ -20,12 +21,14 @@ from typing import Any
 from common.errors import KvferryError
 from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
+from coordinator.connection import DROPPED
 from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
 from coordinator.front_door import Arrival
 from coordinator.gateway import Gateway, TokenStream
 from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
 from coordinator.json_body import parse_object
+from coordinator.limits import Limits
 from coordinator.metrics import LIVE_PHASES, Metrics, RequestMeter
 from coordinator.openai_shapes import (
     DONE,
@@ -50,16 +53,6 @@ LARGE_TOKENS = 512
 """Scored tokens of a whole answer above which it is written in a thread, so that streams go on."""
 LARGE_BYTES = 1 << 16
 """Of events that become due at once: more than that leaves in turns with other requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one request may take of the front."""
-
-    max_body_bytes: int = 4 << 20
-    body_timeout_s: float = 30.0
-    keep_alive_s: float = 15.0
-    write_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +107,7 @@ class Generation:
             return
         work = asyncio.create_task(self._serve(body, out))
         try:
-            await self._supervise(work, receive, out)
+            await self._supervise(work, scope, receive, out)
         except KvferryError as error:
             self._failed(error)
             await out.error(error)
@@ -126,35 +119,35 @@ class Generation:
 
     # ------------------------------------------------------------ who watches
 
-    async def _supervise(self, work: asyncio.Task[None], receive: Receive, out: ResponseWriter) -> None:
-        """Ends with the work, or ends it when the client has left or does not read."""
-        left = asyncio.create_task(until_disconnect(receive))
+    async def _supervise(
+        self, work: asyncio.Task[None], scope: Scope, receive: Receive, out: ResponseWriter
+    ) -> None:
+        """Ends with the work, or ends it when the connection is gone: closed by the client, or by a limit."""
+        left = out.watch = asyncio.create_task(until_disconnect(receive))
         try:
             while not work.done():
                 limit_s = self._kitchen.limits.keep_alive_s
                 await asyncio.wait((work, left), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
                     break
-                if left.done() or self._is_stuck(out):
-                    self._leaving = "the client left" if left.done() else "the client stopped reading"
+                if left.done():
+                    dropped = scope["state"].get(DROPPED)
+                    self._leaving = f"its connection was cut: {dropped}" if dropped else "the client left"
                     self._left()
                     return
                 await self._keep_alive(out)
         finally:
+            out.watch = None
             left.cancel()
             if not work.done():
                 work.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
         work.result()
 
-    def _is_stuck(self, out: ResponseWriter) -> bool:
-        since_s = out.writing_since_s
-        return since_s is not None and time.monotonic() - since_s > self._kitchen.limits.write_timeout_s
-
     async def _keep_alive(self, out: ResponseWriter) -> None:
         job = self._job
         quiet_s = time.monotonic() - out.last_write_s
-        if job is None or not job.stream or out.writing_since_s is not None or out.ended:
+        if job is None or not job.stream or out.writing or out.ended:
             return
         # A request in the queue may yet be refused, and should be so with a status.
         if self._phase_now() != Phase.WAITING and quiet_s >= self._kitchen.limits.keep_alive_s:

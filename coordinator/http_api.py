@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from common.errors import KvferryError, NoWorker
 from common.request import FrontId
 from common.version import VERSION
+from coordinator.cors import Cors
 from coordinator.docs_api import add_docs_routes
 from coordinator.errors_http import (
     MethodNotAllowed,
@@ -32,8 +32,9 @@ from coordinator.errors_http import (
 )
 from coordinator.front_door import ARRIVAL, ASGIApp, FrontDoor
 from coordinator.gateway import Gateway
-from coordinator.generation import CHAT, TEXT, Generation, Kitchen, Limits, Surface
+from coordinator.generation import CHAT, TEXT, Generation, Kitchen, Surface
 from coordinator.http_body import Receive, Scope, Send
+from coordinator.limits import Limits
 from coordinator.metrics import Metrics
 from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
@@ -45,7 +46,6 @@ from coordinator.tool_families import family_of
 log = logging.getLogger("kvferry.http")
 
 DEFAULT_FRONT = FrontId("front-0")
-NOT_HTTP = "Invalid HTTP request received."
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -62,6 +62,7 @@ def create_app(
     limits: Limits | None = None,
     structured: StructuredOutput | None = None,
     tool_call_parser: str = "auto",
+    cors: Cors | None = None,
 ) -> ASGIApp:
     """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
     them `/health` alone.
@@ -71,7 +72,8 @@ def create_app(
     builder = RequestBuilder(
         gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured, family
     )
-    kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits or Limits())
+    limits = limits or Limits()
+    kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits)
     # FastAPI's own document is made from its routes, which know nothing of bodies and answers.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -84,7 +86,10 @@ def create_app(
     add_docs_routes(
         app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
     )
-    return FrontDoor(app, api_keys)
+    door = FrontDoor(
+        app, api_keys, limits.max_concurrent_requests, lambda code: metrics.rejected.labels(code).inc()
+    )
+    return (cors or Cors()).around(door)
 
 
 def _facts(
@@ -100,35 +105,6 @@ def _facts(
         body_timeout_s=kitchen.limits.body_timeout_s,
         keyed=keyed,
     )
-
-
-def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
-    """uvicorn as this app wants it: `await server.serve(sockets=[…])` or `server.serve()`.
-
-    On uvloop: asyncio leaves Nagle's delay on for sockets that were not made with IPPROTO_TCP, and a response, two
-    writes, then takes 40 ms more.
-    """
-    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,  # one line for each request is logged by `Generation`, with what it cost
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=75,
-        )
-    )
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whoever can connect can send what is not HTTP, as often as they like: it has its 400, and fills no log."""
-    return record.msg != NOT_HTTP
 
 
 class _Generate(Response):

@@ -15,22 +15,26 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from common.config import API_KEY_VARIABLE, CoordinatorSettings, EngineSettings, ServeSettings
-from common.errors import CannotBind
+from common.config import CoordinatorSettings, EngineSettings, ServeSettings
+from common.errors import BadConfiguration, CannotBind
 from common.flags import to_argv, visible_fields
+from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment, require_own_folders
 from coordinator import admin_client
 from coordinator.cores import available_cores, share_cores
 from coordinator.model_folder import resolve_model
 from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
+from coordinator.tls import own_client_context, server_context, why_refused
 
 COORDINATOR = "coordinator"
 POLL_INTERVAL_S = 0.1
@@ -38,6 +42,7 @@ STILL_LOADING_EVERY_S = 15.0
 # On top of --shutdown-timeout: to write the last bytes and leave.
 LEAVING_S = 5.0
 WORKERS_LEAVING_S = 10.0
+LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,9 @@ class Plan:
 def serve(settings: ServeSettings) -> int:
     """Runs until a signal or a fault that a person must act on; returns the exit code of the contract."""
     require_own_folders()
+    tls = own_client(settings)
     settings = settings.model_copy(update={"model": resolve_model(settings.model)})
-    return asyncio.run(_Service(settings, make_plan(settings)).run())
+    return asyncio.run(_Service(settings, make_plan(settings), tls).run())
 
 
 def make_plan(settings: ServeSettings) -> Plan:
@@ -76,7 +82,7 @@ def make_plan(settings: ServeSettings) -> Plan:
     threads = {name: settings.threads or share for name, share in zip(names, shared, strict=True)}
     specs = [_coordinator_spec(settings)]
     specs += [_worker_spec(settings, name, threads[name]) for name in names]
-    return Plan(_url(settings.host, port), settings.model_name, tuple(specs), threads, tuple(held))
+    return Plan(_url(settings, port), settings.model_name, tuple(specs), threads, tuple(held))
 
 
 def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
@@ -118,9 +124,24 @@ def reserve_port(host: str) -> socket.socket:
     return held
 
 
-def _url(host: str, port: int) -> str:
+def _url(settings: CoordinatorSettings, port: int) -> str:
+    host = settings.host
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{reachable}:{port}"
+    return f"{'https' if settings.ssl_certfile else 'http'}://{reachable}:{port}"
+
+
+def own_client(settings: CoordinatorSettings) -> ssl.SSLContext | None:
+    """How this process asks the coordinator whether it is ready. Raises BadConfiguration where TLS's files are at
+    fault, or would not let this process in."""
+    server, client = server_context(settings), own_client_context(settings)
+    if server is None or client is None:
+        return None
+    if why := why_refused(server, client, "localhost"):
+        raise BadConfiguration(
+            f"--ssl-certfile {settings.ssl_certfile}: kvferry serve shows it to its own coordinator, which would not "
+            f"take it ({why}): let --ssl-ca-certs hold who signed it, or start coordinator and workers one by one"
+        )
+    return client
 
 
 # --- running it ---------------------------------------------------------------------------------------
@@ -129,7 +150,8 @@ def _url(host: str, port: int) -> str:
 class _Service:
     """The plan, come to life. Log lines go to stderr, what a person asked to see to stdout."""
 
-    def __init__(self, settings: ServeSettings, plan: Plan) -> None:
+    def __init__(self, settings: ServeSettings, plan: Plan, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._settings = settings
         self._plan = plan
         self._key = next(iter(settings.api_keys), None)
@@ -192,7 +214,7 @@ class _Service:
     def _look(self, pids: dict[str, int]) -> tuple[list[dict[str, Any]], str]:
         """Rows of /admin/workers, and what is still missing ("" when nothing is)."""
         try:
-            rows = admin_client.workers(self._plan.url, self._key)
+            rows = admin_client.workers(self._plan.url, self._key, self._tls)
             missing = [
                 name
                 for name in self._plan.threads
@@ -200,7 +222,7 @@ class _Service:
             ]
             if missing or COORDINATOR not in pids:
                 return rows, ", ".join(missing) or COORDINATOR
-            health = admin_client.health(self._plan.url, self._key)
+            health = admin_client.health(self._plan.url, self._key, self._tls)
         except admin_client.Unreachable:
             return [], COORDINATOR
         return rows, "" if health.ok else health.reason
@@ -222,6 +244,8 @@ class _Service:
             return 0 if stopping.result() else 1
         stopping.cancel()
         self._say("kvferry", "stopping at once")
+        # Told a second time, it ends what runs with an error that clients can read.
+        await supervisor.stop([((COORDINATOR,), LAST_WORDS_S + 1.0)])
         return 1
 
     # --- what a person sees
@@ -243,7 +267,10 @@ class _Service:
     def _show_ready(self, rows: list[dict[str, Any]], supervisor: Supervisor) -> None:
         threads = {pid: self._plan.threads.get(name, 0) for name, pid in supervisor.pids.items()}
         self._out.print(admin_client.workers_table(rows, threads))
-        for line in ready_lines(self._plan.url, self._plan.model_name, key_in_words(self._settings)):
+        lines = ready_lines(
+            self._plan.url, self._plan.model_name, key_in_words(self._settings), tls_in_words(self._settings)
+        )
+        for line in lines:
             self._out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -260,7 +287,24 @@ def key_in_words(settings: CoordinatorSettings) -> str:
     return f"${API_KEY_VARIABLE}" if len(settings.api_key_environment) == 1 else "YOUR_KEY"
 
 
-def ready_lines(url: str, model_name: str, key: str) -> list[str]:
+def tls_in_words(settings: CoordinatorSettings) -> str:
+    """What curl must be told to trust the service and to be let in; "" where HTTP is plain.
+
+    The certificate is what it trusts; where that names another host than the URL, checking it would only fail.
+    """
+    server, client = server_context(settings), own_client_context(settings, check_name=True)
+    if server is None or client is None:
+        return ""
+    host = urlsplit(_url(settings, 0)).hostname or ""
+    trust = (
+        "--insecure"
+        if why_refused(server, client, host)
+        else f"--cacert {shlex.quote(settings.ssl_certfile or '')}"
+    )
+    return trust + (" --cert YOUR_CERT --key YOUR_CERT_KEY" if settings.ssl_cert_reqs == 2 else "")
+
+
+def ready_lines(url: str, model_name: str, key: str, tls: str = "") -> list[str]:
     """What to print under the table: where it is and a line to try, whole enough to paste."""
     body = {
         "model": model_name,
@@ -269,6 +313,9 @@ def ready_lines(url: str, model_name: str, key: str) -> list[str]:
     }
     headers = f' -H "Authorization: Bearer {key}"' if key else ""
     headers += " -H 'Content-Type: application/json'"
-    curl = f"curl {url}/v1/chat/completions{headers} -d {shlex.quote(json.dumps(body))}"
-    status = [] if url == admin_client.DEFAULT_URL else [f"status kvferry status --url {url}"]
+    curl = f"curl {tls + ' ' if tls else ''}{url}/v1/chat/completions{headers} -d {shlex.quote(json.dumps(body))}"
+    trust = tls.split(" --cert ")[0].replace("--cacert", "--ca-certs")
+    status = [f"status kvferry status --url {url} {trust}".rstrip()]
+    if url == admin_client.DEFAULT_URL:
+        status = []
     return [f"URL    {url}/v1", f"model  {model_name}", *status, "try it:", f"  {curl}"]

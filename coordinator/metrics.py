@@ -112,6 +112,9 @@ class Metrics:
         self.rejected = self._counter(
             "requests_rejected_total", "Requests that were not taken in, by the error's code.", "reason"
         )
+        self.connections_closed = self._counter(
+            "http_connections_closed_total", "Connections that were ended by a limit of the front.", "reason"
+        )
         self.dropped = self._counter(
             "front_dropped_samples_total", "Samples that were negative or not finite.", "metric"
         )

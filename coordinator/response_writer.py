@@ -6,6 +6,7 @@ event where it is not. A stream that failed has no `[DONE]`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from common.errors import KvferryError
@@ -21,14 +22,19 @@ COMMENT = b": waiting\n\n"
 
 
 class ResponseWriter:
-    """`status` is 0 until the status line is out. `writing_since_s` is set while the client's socket is full."""
+    """`status` is 0 until the status line is out. `writing` while the client's socket is full.
+
+    `watch` is a task that ends when the client has left. Sending to nobody returns at once, so a write after that
+    waits for whoever holds the watch to end the writing task: an answer is not brought to its end for nobody.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._streaming = False
         self.status = 0
         self.ended = False
-        self.writing_since_s: float | None = None
+        self.writing = False
+        self.watch: asyncio.Task[None] | None = None
         self.last_write_s = time.monotonic()
 
     async def whole(self, body: bytes, content_type: bytes = b"application/json") -> None:
@@ -69,7 +75,9 @@ class ResponseWriter:
 
     async def _body(self, data: bytes, more: bool) -> None:
         self.ended = not more
-        self.writing_since_s = time.monotonic()
+        self.writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        if self.watch is not None and self.watch.done():
+            await asyncio.get_running_loop().create_future()
         self.last_write_s = time.monotonic()
-        self.writing_since_s = None
+        self.writing = False

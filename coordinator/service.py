@@ -7,59 +7,56 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
 
 import uvicorn
 import uvloop
 
 from common.config import CoordinatorSettings
-from common.errors import CannotBind
 from common.logs import set_up_logging
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane
-from coordinator.generation import Limits
-from coordinator.http_api import create_app, make_server
+from coordinator.cors import Cors
+from coordinator.http_api import create_app
+from coordinator.http_server import listen, make_server, within_open_files
+from coordinator.limits import Limits
 from coordinator.metrics import Metrics
 from coordinator.model_folder import local_folder
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.structured_output import StructuredOutput
+from coordinator.tls import server_context
 from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
 
 
 def run(settings: CoordinatorSettings) -> int:
     """Serves until SIGTERM or Ctrl-C; 0 after a clean stop. Raises StartupError."""
     set_up_logging(settings.log_level)
-    listener = _listen(settings.host, settings.port)
+    tls = server_context(settings)
+    listener = listen(settings.host, settings.port)
     template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
     tokenizer = Tokenizer(local_folder(settings.model or ""), template)
     structured = StructuredOutput(tokenizer)
     structured.prepare()
-    uvloop.run(_serve(settings, tokenizer, structured, listener))
+    uvloop.run(_serve(settings, tokenizer, structured, listener, tls))
     return 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """The bound HTTP socket. Raises CannotBind."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise CannotBind(f"{host} port {port}: {error.strerror or error}; choose another --port") from error
-    return listener
-
-
 async def _serve(
-    settings: CoordinatorSettings, tokenizer: Tokenizer, structured: StructuredOutput, listener: socket.socket
+    settings: CoordinatorSettings,
+    tokenizer: Tokenizer,
+    structured: StructuredOutput,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
 ) -> None:
     metrics = Metrics(tuple(settings.all_tiers))
+    limits = within_open_files(_limits(settings))
     registry = Registry(
         tokenizer_hash=tokenizer.tokenizer_hash,
         fronts={},
@@ -76,7 +73,11 @@ async def _serve(
         unheld_after_s=5 * settings.heartbeat_interval,
     )
     plane = ControlPlane(
-        cluster, metrics, collocated=settings.collocated, request_timeout_s=settings.request_timeout
+        cluster,
+        metrics,
+        collocated=settings.collocated,
+        request_timeout_s=settings.request_timeout,
+        max_buffered_bytes=settings.max_buffered_bytes,
     )
     registry.set_front(FRONT, plane.bind_tokens("127.0.0.1"))
     plane.start(settings.control)
@@ -89,19 +90,41 @@ async def _serve(
         seed=settings.seed,
         api_keys=settings.api_keys,
         front=FRONT,
-        limits=Limits(max_body_bytes=settings.max_body_size),
+        limits=limits,
+        cors=_cors(settings),
         structured=structured,
         tool_call_parser=settings.tool_call_parser,
     )
-    server = make_server(app, settings.host, settings.port)
+    server = make_server(app, limits, lambda reason: metrics.connections_closed.labels(reason).inc(), tls)
     setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 - signals are ours, below
     await _until_stopped(server, plane, listener, settings.shutdown_timeout)
+
+
+def _limits(settings: CoordinatorSettings) -> Limits:
+    return Limits(
+        max_body_bytes=settings.max_body_size,
+        max_buffered_bytes=settings.max_buffered_bytes,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_connections=settings.max_connections,
+        head_timeout_s=settings.head_timeout,
+        body_timeout_s=settings.body_timeout,
+        write_timeout_s=settings.write_timeout,
+    )
+
+
+def _cors(settings: CoordinatorSettings) -> Cors:
+    return Cors(
+        settings.allowed_origins,
+        settings.allow_credentials,
+        settings.allowed_methods,
+        settings.allowed_headers,
+    )
 
 
 async def _until_stopped(
     server: uvicorn.Server, plane: ControlPlane, listener: socket.socket, shutdown_timeout_s: float
 ) -> None:
-    """First signal drains: 503 for what comes, time for what runs. A second one stops at once."""
+    """First signal drains: 503 for what comes, time for what runs. A second one ends what runs with an error."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,11 +136,11 @@ async def _until_stopped(
     draining = asyncio.create_task(plane.drain(shutdown_timeout_s))
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    server.force_exit = again.done()
     for task in (draining, asked, again):
         task.cancel()
-    # Answers that are complete get a moment to leave; idle keep-alive connections do not hold us up.
-    await asyncio.wait({serving}, timeout=3.0)
+    plane.end_all()
+    # Answers and errors that are complete get a moment to leave; idle keep-alive connections do not hold us up.
+    await asyncio.wait({serving}, timeout=LAST_WORDS_S)
     server.force_exit = True
     serving.cancel()
     await plane.close()

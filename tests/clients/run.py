@@ -116,7 +116,7 @@ def run_vllm(client: Client, service: Service) -> Outcome:
     )
     settings = (rate, seed, num_prompts, concurrency, input_tokens, output_tokens)
     code, said = client.call([script, PEER_VENV, TOKENIZER, service.url, MODEL, *map(str, settings)])
-    figures = re.sub(r"\s*;\s*", "; ", _last_line(said, "Failed requests"))
+    figures = re.sub(r"\s*;\s*", "; ", _last_line(said, "Failed requests")).rstrip("; ")
     return Outcome(code == 0 and figures.startswith("Failed requests=0;"), figures)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from common.config import (
-    API_KEY_VARIABLE,
     CoordinatorSettings,
     EngineSettings,
     ServeSettings,
@@ -17,6 +16,7 @@ from common.config import (
 )
 from common.errors import BadConfiguration
 from common.flags import GROUPS, _extra, build_parser, flag_name, parse_bytes, to_argv, visible_fields
+from common.http_settings import API_KEY_VARIABLE
 
 SETTINGS = (WorkerSettings, CoordinatorSettings, ServeSettings)
 

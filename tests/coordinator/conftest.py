@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.generation import Limits
 from coordinator.http_api import create_app
+from coordinator.limits import Limits
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
@@ -34,7 +34,7 @@ def running_server(tokenizer: Tokenizer) -> Iterator[Served]:
         tiers={"default": 0, "fast": 0},
         limits=LIMITS,
     )
-    with serving(app, gateway) as served:
+    with serving(app, gateway, LIMITS) as served:
         yield served
 
 

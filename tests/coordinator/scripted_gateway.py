@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,8 @@ from common.errors import KvferryError
 from common.messages import FinishReason
 from common.request import Request, RequestId, TokenLogprobs, unpack_ids
 from coordinator.gateway import TokenDelta
-from coordinator.http_api import make_server
+from coordinator.http_server import listen, make_server
+from coordinator.limits import Limits
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
 
@@ -196,9 +197,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(app: Any, gateway: ScriptedGateway) -> Iterator[Served]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = make_server(app, "127.0.0.1", 0)
+def serving(
+    app: Any, gateway: ScriptedGateway, limits: Limits | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Served]:
+    listening = listen("127.0.0.1", 0)
+    closed = gateway.metrics.connections_closed
+    server = make_server(app, limits or Limits(), lambda reason: closed.labels(reason).inc(), tls)
     thread = threading.Thread(target=lambda: uvloop.run(server.serve([listening])), daemon=True)
     thread.start()
     try:

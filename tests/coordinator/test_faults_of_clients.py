@@ -19,8 +19,8 @@ import pytest
 
 from common.errors import RequestFailed
 from common.request import Request, unpack_ids
-from coordinator.generation import Limits
 from coordinator.http_api import create_app
+from coordinator.limits import Limits
 from coordinator.openai_messages import Chat
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, ScriptedGateway, Served, serving

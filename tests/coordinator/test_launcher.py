@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.config import API_KEY_VARIABLE, parse_coordinator, parse_serve, parse_worker
+from common.config import parse_coordinator, parse_serve, parse_worker
+from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment
 from coordinator import admin_client
 from coordinator.launcher import Plan, key_in_words, make_plan, ready_lines, reserve_port
