@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
 
@@ -22,7 +22,6 @@ Reading = Generator[None, str, T]
 """Waits for one character at each yield, an empty one after the last."""
 
 MAX_NAME_CHARS = 64
-_NAME_KEYS = ("name",)
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS_WITHOUT_EFFECT = ("type", "id")
 
@@ -51,6 +50,16 @@ class Arguments:
 
 
 ToolEvent = Content | CallBegun | Arguments
+
+
+@dataclass(slots=True)
+class _Members:
+    """What was read of a call's object. `arguments` are those that came before the name."""
+
+    name: str = ""
+    arguments: str = ""
+    begun: bool = False
+    keys: list[str] = field(default_factory=list)
 
 
 class Reader:
@@ -163,64 +172,63 @@ class Reader:
         if the call had begun, it stands with what there is of it."""
         if self.char != "{":
             return False
-        yield from self.read()
-        name, arguments, begun = "", "", False
-        seen: set[str] = set()
-        while True:
-            key = yield from self._key()
-            if not key or key in seen:
-                return False
-            seen |= set(_ARGUMENT_KEYS) if key in _ARGUMENT_KEYS else {key}
-            if key in _NAME_KEYS:
-                name = yield from self._string()
-                if name not in self._names:
-                    return False
-            elif key not in _ARGUMENT_KEYS:
-                if not (yield from self._string()):
-                    return False
-            elif self.char != "{":
-                return False
-            elif name:
-                self._begin(name)
-                begun = True
-                if not (yield from self._braces(self._argue)):
-                    return False
-            else:
-                before = len(self._held)
-                if not (yield from self._braces(self._held.append)):
-                    return False
-                arguments = "".join(self._held[before:])
-            if name and arguments and not begun:
-                self._begin(name)
-                self._argue(arguments)
-                begun = True
-            yield from self.spaces()
-            if self.char == "}":
-                break
-            if self.char != ",":
-                return False
+        found = _Members()
+        more = True
+        while more:
             yield from self.read()
-        if not begun:
-            if not name:
+            if not (yield from self._member(found)):
                 return False
-            self._begin(name)
+            yield from self.spaces()
+            more = self.char == ","
+        if self.char != "}" or not found.name:
+            return False
+        if not found.begun:
+            self._begin(found.name)
             self._argue("{}")
         yield from self.read()
         self._complete()
         return True
 
+    def _member(self, found: _Members) -> Reading[bool]:
+        """One key and its value, or False where no call has such."""
+        key = yield from self._key()
+        if not key or key in found.keys:
+            return False
+        found.keys.append(key)
+        if key == "name":
+            found.name = yield from self._string()
+            if found.name not in self._names:
+                return False
+            if found.arguments:
+                self._begin(found.name)
+                self._argue(found.arguments)
+                found.begun = True
+            return True
+        if key in _KEYS_WITHOUT_EFFECT:
+            return bool((yield from self._string()))
+        if self.char != "{":
+            return False
+        if found.name:
+            self._begin(found.name)
+            found.begun = True
+            return (yield from self._braces(self._argue))
+        before = len(self._held)
+        whole = yield from self._braces(self._held.append)
+        found.arguments = "".join(self._held[before:])
+        return whole
+
     def _key(self) -> Reading[str]:
         """The next key and its colon, or nothing where it is not one that a call may have."""
         yield from self.spaces()
         key = yield from self._string()
-        if key not in (*_NAME_KEYS, *_ARGUMENT_KEYS, *_KEYS_WITHOUT_EFFECT):
+        if key not in ("name", *_ARGUMENT_KEYS, *_KEYS_WITHOUT_EFFECT):
             return ""
         yield from self.spaces()
         if self.char != ":":
             return ""
         yield from self.read()
         yield from self.spaces()
-        return key
+        return "arguments" if key in _ARGUMENT_KEYS else key
 
     def _string(self) -> Reading[str]:
         """A JSON string's value, or nothing where there is none."""

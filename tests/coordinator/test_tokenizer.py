@@ -82,6 +82,43 @@ def test_renders_chats_as_transformers_does(
     )
 
 
+TOOL_TEMPLATE = (
+    "{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>{% endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ '<think>' if thinking }}{% endif %}"
+)
+
+
+def test_renders_tools_as_transformers_does(smollm2_dir: Path, reference: Any) -> None:
+    function = {"name": "f", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "<é>"]}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+        {"role": "assistant", "content": "It is "},
+    ]
+    tokenizer = Tokenizer(smollm2_dir, TOOL_TEMPLATE)
+    for chat in (
+        Chat(messages, tools),
+        Chat(messages, kwargs={"thinking": True}),
+        Chat(messages, tools, continue_final_message=True),
+        Chat(messages, add_generation_prompt=False),
+    ):
+        assert tokenizer.render_chat(chat) == reference.apply_chat_template(
+            messages,
+            tools=list(chat.tools) or None,
+            chat_template=TOOL_TEMPLATE,
+            tokenize=False,
+            add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+            continue_final_message=chat.continue_final_message,
+            **chat.kwargs,
+        )
+    tokenizer.close()
+
+
 def test_facts_of_the_default_model(tokenizer: Tokenizer, reference: Any) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.end_ids == (2,)

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer as Encoder
 from common.request import unpack_ids
 from coordinator.front_door import ASGIApp
 from coordinator.http_api import create_app
+from coordinator.openapi import Facts, document
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.in_process import post
+from tests.coordinator.schema_bodies import validator
 from tests.coordinator.scripted_gateway import Script, ScriptedGateway
 
 ROUTE = "/v1/chat/completions"
@@ -188,6 +190,17 @@ def test_calls(house: House, group: int) -> None:
             assert all(len(id) == 9 and id.isalnum() for id in ids)
         else:
             assert all(id.startswith("call_") for id in ids)
+
+
+def test_answers_with_calls_are_as_the_document_says(house: House) -> None:
+    said = document(Facts(("smol",), ("default",), house.tokenizer.vocab_size, 8192, 1 << 20, 1.0, False))
+    whole = house.ask(
+        "Well. " + written(house.family, CALLS[:2]) if house.family != "llama3_json" else "Well."
+    )
+    chunks = asyncio.run(post(house.app, ROUTE, CHAT | {"stream": True})).events()
+    validator(said, "ChatAnswer").validate(whole)
+    for chunk in chunks:
+        validator(said, "ChatChunk").validate(chunk)
 
 
 def test_no_call_is_content(house: House) -> None:

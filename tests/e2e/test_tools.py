@@ -59,8 +59,9 @@ def check(calls: Any) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("choice", "finish"), [(NAMED, "stop"), ("required", "tool_calls")])
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    ("choice", "finish", "temperature"), [(NAMED, "stop", 0), ("required", "tool_calls", 1)]
+)
 def test_a_call_that_must_be_is_one(sdk: openai.OpenAI, choice: Any, finish: str, temperature: int) -> None:
     asked = {
         **ASKED,
@@ -82,7 +83,7 @@ def test_a_call_that_must_be_is_one(sdk: openai.OpenAI, choice: Any, finish: str
 
 
 def test_several_calls_are_bounded(sdk: openai.OpenAI) -> None:
-    for seed in range(3):
+    for seed in range(2):
         (choice,) = sdk.chat.completions.create(
             **ASKED
             | {"tool_choice": "required", "temperature": 1, "seed": seed, "max_completion_tokens": 500}
@@ -100,7 +101,7 @@ def test_the_answer_of_a_tool_goes_back(sdk: openai.OpenAI) -> None:
         {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "20 degrees and sunny"},
     ]
     (answer,) = sdk.chat.completions.create(
-        **ASKED | {"messages": messages, "max_completion_tokens": 30}, tool_choice="none", temperature=0
+        **ASKED | {"messages": messages, "max_completion_tokens": 8}, tool_choice="none", temperature=0
     ).choices
     assert answer.message.content and answer.message.tool_calls is None
 
