@@ -77,9 +77,8 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0  # of whole lines
-        self._raw_head_bytes = (
-            0  # of all, from the second read on: the first may have begun with something else
-        )
+        # Of all, from the second read on: the first may have begun with something else.
+        self._raw_head_bytes = 0
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait behind it
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0

@@ -179,8 +179,9 @@ def test_who_leaves_with_requests_in_a_row_ends_the_running_one(tight: Served) -
     tight.gateway.answers(WORD, first_s=5)
     connection = connect(tight, post({"stream": True}) + HEAD + b"\r\n")
     until(lambda: tight.gateway.requests)
+    asked = tight.gateway.requests[0].request_id
     connection.close()
-    until(lambda: tight.gateway.cancelled, within_s=1)
+    until(lambda: (asked, "the client left") in [end[:2] for end in tight.gateway.cancelled], within_s=1)
 
 
 def test_a_head_behind_a_running_request_is_counted_too(tight: Served) -> None:
