@@ -13,6 +13,7 @@ from tests.exactness.conftest import Oracle, greedy, seeded
 from tests.exactness.real_cluster import Ask, RealCluster, Said, collocated, pools, said
 
 CHILDREN = 4
+OUTPUTS = 5
 PROMPT_TOKENS = 101  # six whole blocks, which the others find, and five tokens
 
 
@@ -28,21 +29,20 @@ def together(cluster: RealCluster, name: str, asks: list[Ask]) -> list[Said]:
     return [said(answer) for answer in answers]
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("path", ["pools", "collocated"])
+@pytest.mark.parametrize(("path", "caching"), [("pools", False), ("collocated", True)])
 def test_each_choice_is_what_it_is_alone(
     path: str, caching: bool, model: CausalModel, text_ids: list[int], oracle: Oracle
 ) -> None:
     make = pools if path == "pools" else collocated
     cluster: RealCluster = make(model, chunk=64, caching=caching)
     prompt = tuple(text_ids[40 : 40 + PROMPT_TOKENS])
-    drawn = [Ask(prompt, replace(seeded(11), child=child)) for child in range(CHILDREN)]
+    drawn = [Ask(prompt, replace(seeded(11, OUTPUTS), child=child)) for child in range(CHILDREN)]
     found = together(cluster, "drawn", drawn)
     assert found == oracle(drawn)
     assert len({one.ids for one in found}) == CHILDREN, "choices differ"
     assert together(cluster, "again", drawn) == found, "and do so again with the same seed"
 
-    likely = [Ask(prompt, replace(greedy(), child=child)) for child in range(2)]
+    likely = [Ask(prompt, replace(greedy(OUTPUTS), child=child)) for child in range(2)]
     first, second = together(cluster, "greedy", likely)
     assert first == second == oracle(likely[:1])[0], "the most likely token is nobody's draw"
 
