@@ -68,7 +68,9 @@ def create_app(
     them `/health` alone.
     `seed`: see `RequestBuilder`."""
     family = family_of(tokenizer.template, tokenizer.added_ids, tool_call_parser)
-    log.info("tool calls are read as those of the %s family", family.name)
+    has_place = tokenizer.template is not None and tokenizer.template.has_place_for_tools
+    told = "by the chat template" if has_place else "as text, for want of a place in the chat template"
+    log.info("tools are told %s; their calls are read as those of the %s family", told, family.name)
     builder = RequestBuilder(
         gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured, family
     )

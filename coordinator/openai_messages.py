@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +15,8 @@ from coordinator.errors_http import shown
 from coordinator.field_schema import describe_body
 from coordinator.openai_fields import UNKNOWN, UNSUPPORTED, Fields, Label, problem, refusal, whole_text
 from coordinator.openai_tools import Calls
+
+TEMPLATE_CHARS_PER_MESSAGE = 32
 
 
 def _content(value: Any) -> Any:
@@ -115,6 +118,13 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def chars(self) -> int:
+        """About how much text the template has to work on."""
+        calls = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
+        texts = sum(len(message["content"]) + TEMPLATE_CHARS_PER_MESSAGE for message in self.messages)
+        return texts + len(json.dumps([list(self.tools), dict(self.kwargs), calls]))
 
 
 def check_continuation(

@@ -29,7 +29,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 Result = TypeVar("Result")
 
 LARGE_TEXT_CHARS = 8192
-TEMPLATE_CHARS_PER_MESSAGE = 32
 MAX_LARGE_TEXTS = 32
 SHRINK_OF_NORMALIZER = {"Prepend": 1, "Replace": 1, "NFC": 3, "NFKC": 3}
 """How many bytes of text may become one byte before it is cut into tokens. `Replace` is SentencePiece's space
@@ -128,11 +127,9 @@ class Tokenizer:
             )
         texts = [message["content"] for message in chat.messages]
         self._check_bytes(texts, max_tokens, "messages")
-        size = sum(map(len, texts)) + TEMPLATE_CHARS_PER_MESSAGE * len(texts)
-        if chat.tools or chat.kwargs:
-            # How long a template takes then, its texts do not say.
-            size = LARGE_TEXT_CHARS + 1
-        return await self.off_the_loop(size, lambda: self._encode_rendered(chat, max_tokens, special_tokens))
+        return await self.off_the_loop(
+            chat.chars, lambda: self._encode_rendered(chat, max_tokens, special_tokens)
+        )
 
     def encode_now(self, text: str, special_tokens: bool = True) -> list[int]:
         ids = self._ids(text, special_tokens)

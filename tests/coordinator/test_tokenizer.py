@@ -190,6 +190,26 @@ def test_large_texts_at_once_are_bounded(tokenizer: Tokenizer, monkeypatch: pyte
     assert isinstance(asyncio.run(tokenizer.encode(text, 10**6)), list)
 
 
+def test_a_chat_is_as_large_as_all_that_its_template_works_on(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only large ones need one of the few places of the threads."""
+    monkeypatch.setattr(tokenizer, "_places", threading.Semaphore(0))
+    hi = {"role": "user", "content": "hi"}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+    asyncio.run(tokenizer.encode_chat(Chat([hi], [tool], kwargs={"thinking": True})))
+    call = {"id": "a", "function": {"name": "f", "arguments": {"x": "y" * 8192}}}
+    for large in (
+        Chat([hi | {"content": "x" * 8193}]),
+        Chat([hi], [tool] * 200),
+        Chat([hi], kwargs={"x": "y" * 8192}),
+        Chat([hi, {"role": "assistant", "content": "", "tool_calls": [call]}]),
+        Chat([hi] * 300),
+    ):
+        with pytest.raises(NotAdmitted):
+            asyncio.run(tokenizer.encode_chat(large))
+
+
 def test_end_ids_come_from_every_file(model_dir: Path) -> None:
     change(model_dir / "generation_config.json", eos_token_id=[5, 7])
     assert Tokenizer(model_dir).end_ids == (2, 5, 7)
