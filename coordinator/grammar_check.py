@@ -37,7 +37,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=100_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=20_000,
+        max_lexer_states=10_000,
         max_grammar_size=100_000,
         verbose_errors=False,
     )
@@ -66,12 +66,11 @@ class GrammarChecker:
             return "holds half of a surrogate pair, which is not text"
         self.prepare()
         assert self._tokenizer is not None
-        spelled = _spelled(grammar)
-        wrong, said = LLMatcher.validate_grammar_with_warnings(spelled, self._tokenizer, limits=limits())
-        if said:  # a warning says that something is ignored: as good as a refusal
-            return _plain(said[0])
-        assert not wrong
-        state = LLMatcher(self._tokenizer, spelled, log_level=0, limits=limits())
+        # Unlike the library's functions that only validate, this leaves the interpreter to others meanwhile.
+        state = LLMatcher(self._tokenizer, _spelled(grammar), log_level=0, limits=limits())
+        warnings = state.get_grammar_warnings()
+        if state.is_error() or warnings:  # a warning says that something is ignored: as good as a refusal
+            return _plain(state.get_error() or warnings[0])
         for step in range(TRIED_TOKENS):
             mask = state.compute_logit_bias()
             allowed = next((token_id for token_id, bias in enumerate(mask) if bias), None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ LIBRARY = f"llguidance {_version}"
 """Part of a worker's fingerprint: two versions may allow different tokens."""
 
 MAX_TEXT_BYTES = 64 << 10
-MAX_COMPILED = 128
+MAX_COMPILED = 64
+MAX_COMPILE_IN_STEP_S = 0.05
 TRIED_TOKENS = 4
 TOO_LARGE = "is too large: a limit of the grammar library is reached"
 
@@ -35,7 +37,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=100_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=20_000,
+        max_lexer_states=10_000,
         max_grammar_size=100_000,
         verbose_errors=False,
     )
@@ -74,7 +76,7 @@ class Matcher:
         for token_id in output_ids:
             self._consumed.append(token_id)
             if not self._state.consume_token(token_id):
-                self._start_afresh()
+                self._start_afresh_or_fail()
 
     def allowed(self, end_token_ids: Sequence[int]) -> np.ndarray:
         """bool `[vocab]`: what may come next. All of `end_token_ids` where the answer may end, else none of them.
@@ -83,7 +85,7 @@ class Matcher:
         """
         packed = self._state.compute_bitmask()
         if self._state.is_error():
-            self._start_afresh()
+            self._start_afresh_or_fail()
             packed = self._state.compute_bitmask()
         bits = np.frombuffer(packed, dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._compiler.vocab_size, bitorder="little").view(bool)
@@ -93,16 +95,16 @@ class Matcher:
             raise GrammarFault(f"its grammar {_reason('NoExtension')}")
         return allowed
 
-    def _start_afresh(self) -> None:
-        while True:
+    def _start_afresh_or_fail(self) -> None:
+        is_new = False
+        while self._state.is_error():
+            reason = _reason(self._state.get_error())
+            if is_new or reason != TOO_LARGE:
+                raise GrammarFault(f"its grammar {reason}")
             self._compiled, is_new = self._compiler.instead_of(self._compiled, self._kind, self._text)
             self._state = self._compiled.deep_copy()
             if all(self._state.consume_token(token_id) for token_id in self._consumed):
                 self._state.compute_bitmask()
-                if not self._state.is_error():
-                    return
-            if is_new:
-                raise GrammarFault(f"its grammar {_reason(self._state.get_error())}")
 
 
 class GrammarCompiler:
@@ -114,12 +116,17 @@ class GrammarCompiler:
         self._folder = folder
         self._capacity = capacity
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._slow: set[tuple[str, str]] = set()  # of the compiled ones; only looked up
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def __len__(self) -> int:
         return len(self._compiled)
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        """Whether this kind and text is compiled."""
+        return key in self._compiled
 
     def prepare(self) -> None:
         """Reads the tokenizer, which holds the interpreter for half a second: to be called before serving.
@@ -149,19 +156,33 @@ class GrammarCompiler:
         return matcher
 
     def instead_of(self, spent: LLMatcher, kind: str, text: str) -> tuple[LLMatcher, bool]:
-        """Another compiled grammar than `spent`, and whether it is a new one that nobody has read with."""
-        compiled = self.compile(kind, text)
-        return (compiled, False) if compiled is not spent else (self._compile_anew(kind, text), True)
+        """Another compiled grammar than `spent`, and whether it is a new one that nobody has read with.
+
+        Raises GrammarFault where a step would have to wait for it: whoever asks next compiles it beside the steps.
+        """
+        key = (kind, text)
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is not None and compiled is not spent:
+                return compiled, False
+            if key in self._slow:
+                self._compiled.pop(key, None)
+                self._slow.discard(key)
+                raise GrammarFault(f"its grammar {TOO_LARGE}")
+        return self._compile_anew(kind, text), True
 
     def _compile_anew(self, kind: str, text: str) -> LLMatcher:
         self.prepare()
         assert self._tokenizer is not None
+        started = time.perf_counter()
         compiled = compile_grammar(self._tokenizer, kind, text)
+        key, slow = (kind, text), time.perf_counter() - started > MAX_COMPILE_IN_STEP_S
         with self._lock:
-            self._compiled[kind, text] = compiled
-            self._compiled.move_to_end((kind, text))
+            self._compiled[key] = compiled
+            self._compiled.move_to_end(key)
+            (self._slow.add if slow else self._slow.discard)(key)
             while len(self._compiled) > self._capacity:
-                self._compiled.popitem(last=False)
+                self._slow.discard(self._compiled.popitem(last=False)[0])
         return compiled
 
 

@@ -4,6 +4,7 @@ A slot is a running sequence's place on this worker: its block table, its sampli
 need them, its token counts. A batch brings changes only, so the cost of a step follows change, not context length.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from kernels.sampling import Draw, TokenCounts, needs_counts, sample
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
 
+NO_GRAMMARS = "cannot be held to: this worker was made without grammars"
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -93,6 +95,27 @@ class ModelRunner:
             **self.layout.describe(),
         }
 
+    def prepare_grammars(self) -> None:
+        """Reads the tokenizer for them, which holds the interpreter a while: to be called before serving. A model
+        whose tokenizer is not of the kind that grammars need refuses each of them when it comes."""
+        with contextlib.suppress(BadGrammar):
+            if self.grammars is not None:
+                self.grammars.prepare()
+
+    def has_grammar(self, kind: str, text: str) -> bool:
+        """Whether a request can have it without a compile."""
+        return self.grammars is not None and (kind, text) in self.grammars
+
+    def compile_grammar(self, kind: str, text: str) -> str | None:
+        """None when it is ready for a request; else why it cannot be. For any thread, beside a step."""
+        if self.grammars is None:
+            return NO_GRAMMARS
+        try:
+            self.grammars.compile(kind, text)
+        except BadGrammar as error:
+            return str(error)
+        return None
+
     def run(self, batch: BatchLike) -> StepResult:
         """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each, rows of
         prompts to be scored the log-probabilities of the prompt tokens that follow theirs."""
@@ -134,7 +157,7 @@ class ModelRunner:
         if grammar is None:
             return None, None
         if self.grammars is None:
-            return None, "this worker has no grammars"
+            return None, f"its grammar {NO_GRAMMARS}"
         try:
             return self.grammars.matcher(grammar.kind, grammar.text, outputs), None
         except BadGrammar as error:

@@ -9,6 +9,7 @@ carry the age of the step that is out, so a hung kernel does not look healthy.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence as Seq
@@ -32,8 +33,9 @@ from common.messages import (
     Sender,
 )
 from common.records import Records
-from common.request import Key, WorkerId
+from common.request import Grammar, Key, WorkerId
 from kernels.cache import PagedCache
+from transfer.grammar_gate import GrammarGate
 from transfer.links import Links
 
 log = logging.getLogger(__name__)
@@ -66,11 +68,21 @@ Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
 """Runs a batch: a result per row, and for rows that could not be computed, their index and why."""
 
 
+class Grammars(Protocol):
+    """What the steps to come have compiled."""
+
+    def is_compiled(self, grammar: Grammar) -> bool: ...
+    def compile(self, grammar: Grammar) -> str | None:
+        """In a thread of its own. Why it cannot be compiled, where it cannot."""
+        ...
+
+
 class WorkerLoop:
     def __init__(
         self,
         node: PureWorker,
         step: Step,
+        grammars: Grammars,
         cache: PagedCache,
         links: Links,
         card: Register,
@@ -79,6 +91,9 @@ class WorkerLoop:
     ) -> None:
         self._node = node
         self._step = step
+        self._grammars = grammars
+        self._gate = GrammarGate()
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._cache = cache
         self._links = links
         self._card = card
@@ -117,6 +132,7 @@ class WorkerLoop:
                 self._timer.cancel()
             await self._links.close()
             self._model_thread.shutdown(wait=False, cancel_futures=True)
+            self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """First call drains, a second one stops at once."""
@@ -127,6 +143,8 @@ class WorkerLoop:
     async def _drain(self) -> None:
         """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
         self._node.draining = True
+        for message, sender in self._gate.let_all_go():
+            self._carry_out(self._node.handle(message, sender, time.monotonic()))
         self._send_heartbeat()
         deadline = time.monotonic() + self._shutdown_timeout_s
         while not self._node.idle and not self._stop_at_once and time.monotonic() < deadline:
@@ -201,7 +219,7 @@ class WorkerLoop:
             case Drain():
                 self._asked_to_stop.set()
             case _:
-                self._carry_out(self._node.handle(message, WorkerId(sender.name), time.monotonic()))
+                self._take(message, WorkerId(sender.name))
         self._turn()
 
     def _refused(self, message: RegistrationRefused) -> None:
@@ -213,7 +231,32 @@ class WorkerLoop:
         self._failure.set_exception(BadConfiguration(reason))
 
     def _from_peer(self, message: Message, sender: Sender) -> None:
-        self._carry_out(self._node.handle(message, WorkerId(sender.name), time.monotonic()))
+        self._take(message, WorkerId(sender.name))
+        self._turn()
+
+    def _take(self, message: Message, sender: WorkerId) -> None:
+        """Hands it to the worker, now or when its grammar is compiled."""
+        now = time.monotonic()
+        passes, effects = self._gate.arrived(message, sender, self._grammars.is_compiled, now)
+        self._carry_out(effects)
+        if passes:
+            self._carry_out(self._node.handle(message, sender, now))
+        for grammar in self._gate.wanted():
+            loop = asyncio.get_running_loop()
+            done = loop.run_in_executor(self._grammar_thread, self._grammars.compile, grammar)
+            done.add_done_callback(functools.partial(self._compiled, grammar))
+
+    def _compiled(self, grammar: Grammar, future: asyncio.Future[str | None]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            log.error("a grammar's compile raised", exc_info=error)
+        fault = future.result() if error is None else "could not be compiled here"
+        released, effects = self._gate.compiled(grammar, fault)
+        self._carry_out(effects)
+        for message, sender in released:
+            self._carry_out(self._node.handle(message, sender, time.monotonic()))
         self._turn()
 
     def _block(self, header: Block, sender: Sender, frame: memoryview) -> None:
@@ -235,7 +278,7 @@ class WorkerLoop:
                 loop = asyncio.get_running_loop()
                 done = loop.run_in_executor(self._model_thread, self._step, batch)
                 done.add_done_callback(lambda future: self._step_done(batch, future))
-        self._carry_out(self._node.turn(now))
+        self._carry_out(self._node.turn(now) + self._gate.expire(now))
         self._set_timer(now)
         self._changed.set()
 
@@ -256,7 +299,8 @@ class WorkerLoop:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self._node.next_deadline()
+        deadlines = (self._node.next_deadline(), self._gate.next_deadline())
+        deadline = min((time for time in deadlines if time is not None), default=None)
         if deadline is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, deadline - now), self._turn)
 

@@ -30,7 +30,7 @@ from common.config import WorkerSettings
 from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
 from common.messages import PeerAddress, Register, Role, Sender
-from common.request import Incarnation, TokenLogprobs
+from common.request import Grammar, Incarnation, TokenLogprobs
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache
@@ -70,6 +70,11 @@ class Runner(Protocol):
 
     def describe(self) -> dict[str, str | int | float]: ...
     def run(self, batch: Batch) -> StepResult: ...
+    def prepare_grammars(self) -> None: ...
+    def has_grammar(self, kind: str, text: str) -> bool: ...
+    def compile_grammar(self, kind: str, text: str) -> str | None:
+        """None when it is ready; else why it cannot be."""
+        ...
 
 
 class LoadModel(Protocol):
@@ -106,11 +111,25 @@ class Row:
 NOTHING = Row((), None)
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerGrammars:
+    """A runner's grammars, in the terms of `common`."""
+
+    runner: Runner
+
+    def is_compiled(self, grammar: Grammar) -> bool:
+        return self.runner.has_grammar(grammar.kind, grammar.text)
+
+    def compile(self, grammar: Grammar) -> str | None:
+        return self.runner.compile_grammar(grammar.kind, grammar.text)
+
+
 def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
     threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
     model, runner = _load(settings, threads, load)
+    runner.prepare_grammars()
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
     uvloop.run(_serve(settings, role, runner, model, threads, make_node))
     return 0
@@ -159,6 +178,7 @@ async def _serve(
     loop = WorkerLoop(
         node,
         lambda batch: run_isolating(runner, batch),
+        RunnerGrammars(runner),
         runner.cache,
         links,
         _card(settings, role, runner, address, fingerprint, threads),

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from common.request import Grammar
 from kernels import grammar as grammars
 from kernels.grammar import BadGrammar, GrammarCompiler, GrammarFault, end_ids
-from kernels.runner import ModelRunner, load_runner
+from kernels.runner import NO_GRAMMARS, ModelRunner, load_runner
 from kernels.sampling import Draw, TokenCounts, adjust, sample
 from kernels.step import TokenLogprob
 from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
@@ -334,7 +334,10 @@ def test_a_worker_without_grammars_fails_the_request(runner: ModelRunner) -> Non
     [prompt] = random_prompts([6], VOCAB)
     batch = Batch(joined=[Joined(0, prompt, 6, [1], held_to(YES_NO))])
     batch.add(0, 0, prompt, True)
-    assert dict(bare.run(batch).faults) == {0: "this worker has no grammars"}
+    assert dict(bare.run(batch).faults) == {0: f"its grammar {NO_GRAMMARS}"}
+    assert bare.compile_grammar("regex", "a") == NO_GRAMMARS
+    assert runner.compile_grammar("regex", "a") is None
+    assert "refused" in str(runner.compile_grammar("regex", "("))
 
 
 def test_the_library_is_part_of_what_two_workers_must_share(runner: ModelRunner) -> None:

@@ -39,6 +39,15 @@ class PoisonableRunner:
     def describe(self) -> dict[str, str | int | float]:
         return {}
 
+    def prepare_grammars(self) -> None:
+        pass
+
+    def has_grammar(self, kind: str, text: str) -> bool:
+        return True
+
+    def compile_grammar(self, kind: str, text: str) -> str | None:
+        return None
+
     def run(self, batch: Batch) -> Result:
         self.runs.append(len(batch.slots))
         if POISON in batch.token_ids:
