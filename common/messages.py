@@ -11,16 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.request import (
-    Attempt,
-    Incarnation,
-    Key,
-    PackedIds,
-    Request,
-    RequestId,
-    TokenLogprobs,
-    WorkerId,
-)
+from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -91,6 +91,7 @@ class Generation:
         self._leaving = "the server is stopping"
         self._job: Job | None = None
         self._meter: RequestMeter | None = None
+        self._prompt_tokens = 0
         self._answers: list[Answer] = []  # one for each choice
         self._echo: Echo | None = None
 
@@ -164,6 +165,7 @@ class Generation:
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
         job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
+        self._prompt_tokens = job.prompt_tokens
         self._answers = self._answers_to(job)
         if job.echoed:
             self._echo = Echo(job.echoed, job.leaders, job.request.sampling.logprobs is not None)
@@ -198,7 +200,7 @@ class Generation:
         if delta.ids:
             self._phase = Phase.DECODING
             accepted = answer.completion_tokens - before
-            self._meter.tokens_accepted(accepted, job.prompt_tokens, delta.choice)
+            self._meter.tokens_accepted(accepted, self._prompt_tokens, delta.choice)
         if answer.finish is not None and delta.finish is None:
             stream.stop(delta.choice)
         if self._echo is not None:
@@ -269,7 +271,7 @@ class Generation:
         """What followers find of their leader's KV was computed here for this request: only a leader's hits were
         cached before it."""
         cached = sum(self._answers[choice].cached_tokens for choice in job.leaders)
-        return usage(job.prompt_tokens, self._completion_tokens(), cached)
+        return usage(self._prompt_tokens, self._completion_tokens(), cached)
 
     def _completion_tokens(self) -> int:
         return sum(answer.completion_tokens for answer in self._answers)
@@ -315,7 +317,7 @@ class Generation:
             code,
             arrival.client_id,
             job.request.tier if job else "-",
-            job.prompt_tokens if job else 0,
+            self._prompt_tokens,
             self._completion_tokens(),
             "-" if first_s is None else f"{(first_s - arrival.started_s) * 1e3:.0f}",
             (now_s - arrival.started_s) * 1e3,
