@@ -69,8 +69,10 @@ def test_alone_through_both_pools(model: CausalModel, prompts: list[Ask], oracle
 
 
 def test_preempted_after_its_prompt_was_said(model: CausalModel, text_ids: list[int], oracle: Oracle) -> None:
-    """Each takes four blocks to begin and five to end; two are there beside those that three begin with."""
-    asks = [Ask(tuple(text_ids[70 * i : 70 * i + 62]), scored(6)) for i in range(3)]
-    cluster = pools(model, chunk=128, decode_blocks=14)
+    """Each takes two blocks to begin and four to end, of nine in all."""
+    if model.dtype is torch.float32:
+        pytest.skip("blocks move in the same way in both dtypes")
+    asks = [Ask(tuple(text_ids[70 * i : 70 * i + 31]), scored(21)) for i in range(3)]
+    cluster = pools(model, chunk=128, decode_blocks=9)
     check(asks, cluster.together(asks), oracle(asks))
     assert cluster.counted("decode-0", "num_preemptions_total") > 0
