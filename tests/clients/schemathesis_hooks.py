@@ -16,18 +16,25 @@ from tests.coordinator.beyond_schema import BEYOND
 
 MAX_TOKENS = 2
 CONTEXT = 8192
+FORMS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 NO_WHOLE_NUMBER = (r"should be a valid integer", r"token ids only, which are whole numbers")
 
 
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case, **kwargs: Any) -> None:
     body = case.body
-    if isinstance(body, dict) and ("messages" in body or "prompt" in body):
+    fits = case.meta is None or case.meta.generation.mode == schemathesis.GenerationMode.POSITIVE
+    if isinstance(body, dict) and case.operation.path.startswith("/v1/"):
         _shorten(body)
-        if isinstance(body.get("stream_options"), dict) and body.get("stream") in (None, False):
-            body["stream"] = True
-        if body.get("top_logprobs") and body.get("logprobs") in (None, False):
-            body["logprobs"] = True
+        if fits:
+            _mend(body)
 
 
 def _shorten(body: dict[str, Any]) -> None:
@@ -40,11 +47,33 @@ def _shorten(body: dict[str, Any]) -> None:
         body["max_tokens"] = MAX_TOKENS
 
 
+def _mend(body: dict[str, Any]) -> None:
+    """Bodies that fit have every field at once, and fields that contradict each other among them."""
+    if body.get("stream_options"):
+        body["stream"] = True
+    if body.get("top_logprobs"):
+        body["logprobs"] = True
+    if body.get("max_tokens") is not None:
+        body.pop("max_completion_tokens", None)
+    asked = [name for name in FORMS if body.get(name) is not None]
+    for name in asked[1:]:
+        body[name] = None
+    if asked:
+        body.update(ignore_eos=None, stop_token_ids=None)
+    if body.get("best_of") is not None:
+        body["best_of"] = body.get("n") or 1
+    inside = [(name, value) for name, value in (body.get("structured_outputs") or {}).items() if value]
+    if inside:
+        body["structured_outputs"] = dict(inside[:1])
+
+
 @schemathesis.hook
 def filter_failure(
     context: schemathesis.HookContext, failure: Any, case: schemathesis.Case, response: schemathesis.Response
 ) -> bool:
     """False: no fault."""
+    if type(failure).__name__ == "AcceptedNegativeData" and response.status_code == 413:
+        return False  # refused for its size, before anything in it was read
     if type(failure).__name__ != "RejectedPositiveData":
         return True
     message = response.json()["error"]["message"]

@@ -24,7 +24,7 @@ BEYOND = (
     r"^ignore_eos: cannot go with a forced call",
     r"^tools(\[0\].function.parameters)?: ",
     r"^messages\[\d+\]: a message of role tool needs its tool_call_id",
-    r"the context of this server is",
+    r"[Tt]he context of this server is",
     r"^structured_outputs: takes exactly one of",
     r"^response_format: json_schema is there for type json_schema",
     r"asks for a form of the answer, and \w+ does too",
