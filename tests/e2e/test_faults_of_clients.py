@@ -162,8 +162,8 @@ def test_BR_110_brackets_without_end(undisturbed: Service, tail: str) -> None:
 def test_BR_111_one_id_for_many_requests(undisturbed: Service, text_ids: list[int]) -> None:
     """At once, after one that is left, and after one that is done: each has its own answer, all have the name."""
     prompts = [text_ids[50 * index : 50 * index + 20] for index in range(4)]
-    bodies = [completion(prompt, max_tokens=5, ignore_eos=True) for prompt in prompts]
-    alone = [undisturbed.complete(prompt, max_tokens=5, ignore_eos=True)["text"] for prompt in prompts]
+    bodies = [completion(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
+    alone = [undisturbed.complete(prompt, max_tokens=3, ignore_eos=True)["text"] for prompt in prompts]
     with httpx.Client(base_url=undisturbed.url, verify=False, headers={"x-request-id": "same"}) as client:
 
         def ask(body: dict[str, Any]) -> httpx.Response:

@@ -197,7 +197,7 @@ def test_any_number_in_any_field(
             count += 1
         return count
 
-    connections = Connections(service, 12)
+    connections = Connections(service, 24)
 
     def both(one: Try) -> tuple[Try, Verdict, Verdict]:
         return one, connections.ask(one, False), connections.ask(one, True)

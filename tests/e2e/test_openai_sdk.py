@@ -61,7 +61,7 @@ def test_chat_whole_and_streamed(sdk: openai.OpenAI) -> None:
 
 
 def test_text_whole_and_streamed(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 8}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 4}
     for fields in (
         {"temperature": 0},
         {"temperature": 1, "seed": 5},
@@ -71,7 +71,7 @@ def test_text_whole_and_streamed(sdk: openai.OpenAI) -> None:
         parts = list(sdk.completions.create(**asked, **fields, stream=True))
         assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
         assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-        assert whole.usage is not None and 1 <= whole.usage.completion_tokens <= 8
+        assert whole.usage is not None and 1 <= whole.usage.completion_tokens <= 4
 
 
 def test_several_choices(sdk: openai.OpenAI) -> None:
