@@ -127,12 +127,13 @@ def gathered(answer: httpx.Response, path: str, body: dict[str, Any]) -> Said:
     *shown, last = choices
     texts = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in shown]
     assert all(texts) and all(choice["finish_reason"] is None for choice in shown)
-    for choice in shown:  # one token a chunk, unless text was held back
+    echoed = 1 if body.get("echo") else 0  # the prompt is one chunk
+    for choice in shown[echoed:]:  # one token a chunk, unless text was held back
         entries = _lists([choice["logprobs"]])
         if entries and len(next(iter(entries.values()))) > 1 and "stop" not in body:
             assert _was_held_back(entries), choice
-    echoed = 1 if body.get("echo") else 0  # the prompt is one chunk
-    assert usage is None or len(texts) <= usage["completion_tokens"] + echoed
+    # What is held back to the end is a chunk too, such as a character that was cut.
+    assert usage is None or len(texts) <= echoed + usage["completion_tokens"] + 1
     return Said("".join(texts), last["finish_reason"], _lists([c["logprobs"] for c in choices]), usage)
 
 
