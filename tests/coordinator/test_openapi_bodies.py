@@ -28,7 +28,7 @@ from tests.coordinator.scripted_gateway import ScriptedGateway
 MODELS = ("m", "org/other")
 TIERS = {"default": 0, "fast": -1}
 CONTEXT = 8192
-NUM_MIXED = 800
+NUM_MIXED = 500
 LEAST_OF_EACH = 300
 
 
