@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ class Service:
 
     def __init__(self, log: Path, *flags: str) -> None:
         self._log = log
-        self.key = flags[flags.index("--api-key") + 1] if "--api-key" in flags else ""
+        self.key = _first_key(flags)
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         self._client = httpx.Client(verify=False, trust_env=False, timeout=120, headers=headers)
         started = time.monotonic()
@@ -146,6 +146,16 @@ class Service:
             assert time.monotonic() - started < limit_s, f"still busy after {limit_s:g} s: {busy}"
             time.sleep(0.02)
         return time.monotonic() - started
+
+
+def _first_key(flags: Sequence[str]) -> str:
+    """What every question of ours brings: the one of the flag, or the first of the file."""
+    if "--api-key" in flags:
+        return flags[flags.index("--api-key") + 1]
+    if "--api-key-file" in flags:
+        lines = Path(flags[flags.index("--api-key-file") + 1]).read_text().splitlines()
+        return next(line for line in lines if line and not line.startswith("#"))
+    return ""
 
 
 def completion(prompt: str | list[int], **fields: Any) -> dict[str, Any]:
