@@ -110,6 +110,37 @@ def test_an_answer_that_is_an_object(sdk: openai.OpenAI) -> None:
     assert "uniqueItems" in refused.value.message
 
 
+class Weather(BaseModel):
+    """Of a city, for some days."""
+
+    city: Literal["Paris", "Rome"]
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+def test_a_call_of_a_tool(sdk: openai.OpenAI) -> None:
+    """It must come, whole and streamed, with arguments that the SDK makes an object of."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 100}
+    asked |= {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required"}
+    asked["parallel_tool_calls"] = False
+    whole = sdk.chat.completions.parse(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "Weather" and isinstance(call.function.parsed_arguments, Weather)
+    with sdk.chat.completions.stream(**asked) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        streamed = stream.get_final_completion().choices[0].message.tool_calls
+    assert len(deltas) > 3 and streamed is not None
+    assert streamed[0].function.parsed_arguments == call.function.parsed_arguments
+    messages: Any = [*QUESTION, {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True)]}]
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "It rains."})
+    for part in messages[1]["tool_calls"]:
+        part["function"].pop("parsed_arguments", None)
+    answer = sdk.chat.completions.create(
+        **{**asked, "messages": messages, "tool_choice": "none", "max_tokens": 4}
+    )
+    assert answer.choices[0].message.tool_calls is None
+
+
 def test_models_and_the_request_id(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
     assert sdk.models.retrieve(MODEL).id == MODEL
