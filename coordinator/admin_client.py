@@ -50,7 +50,7 @@ def workers(url: str, key: str | None = None, tls: ssl.SSLContext | None = None)
 
 
 def _get(url: str, key: str | None, tls: ssl.SSLContext | None) -> tuple[int, str]:
-    """Never through a proxy: it is our own service. `tls` says whom an https URL trusts."""
+    """Never through a proxy: it is our own service. `door/tls` says whom an https URL trusts."""
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
     )

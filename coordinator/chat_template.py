@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import BadRequest, ModelCannotBeLoaded
-from coordinator.openai_messages import Chat
-from coordinator.tools_as_text import as_text
+from coordinator.openai.messages import Chat
+from coordinator.tools.as_text import as_text
 
 log = logging.getLogger("kvferry.http")
 

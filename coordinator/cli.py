@@ -19,7 +19,7 @@ from common.paths import child_environment
 from common.version import VERSION
 from coordinator import admin_client
 from coordinator.admin_client import DEFAULT_URL
-from coordinator.tls import client_context
+from coordinator.door.tls import client_context
 
 MODULES = {
     "coordinator": "coordinator",

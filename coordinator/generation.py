@@ -21,16 +21,17 @@ from typing import Any
 from common.errors import KvferryError
 from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
-from coordinator.connection import DROPPED
+from coordinator.door.connection import DROPPED
+from coordinator.door.front_door import Arrival
+from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
+from coordinator.door.json_body import parse_object
+from coordinator.door.limits import Limits
+from coordinator.door.response_writer import ResponseWriter
 from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
-from coordinator.front_door import Arrival
 from coordinator.gateway import Gateway, TokenStream
-from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
-from coordinator.json_body import parse_object
-from coordinator.limits import Limits
 from coordinator.metrics import LIVE_PHASES, Metrics, RequestMeter
-from coordinator.openai_shapes import (
+from coordinator.openai.shapes import (
     DONE,
     ChatChunks,
     ChunkShape,
@@ -44,7 +45,6 @@ from coordinator.openai_shapes import (
     whole_choice,
 )
 from coordinator.request_builder import Job, RequestBuilder
-from coordinator.response_writer import ResponseWriter
 from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger("kvferry.http")

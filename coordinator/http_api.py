@@ -18,8 +18,12 @@ from starlette.responses import Response
 from common.errors import KvferryError, NoWorker
 from common.request import FrontId
 from common.version import VERSION
-from coordinator.cors import Cors
-from coordinator.docs_api import add_docs_routes
+from coordinator.docs.openapi import Facts
+from coordinator.docs.routes import add_docs_routes
+from coordinator.door.cors import Cors
+from coordinator.door.front_door import ARRIVAL, ASGIApp, FrontDoor
+from coordinator.door.http_body import Receive, Scope, Send
+from coordinator.door.limits import Limits
 from coordinator.errors_http import (
     MethodNotAllowed,
     ObjectNotFound,
@@ -30,18 +34,14 @@ from coordinator.errors_http import (
     model_not_found,
     shown,
 )
-from coordinator.front_door import ARRIVAL, ASGIApp, FrontDoor
 from coordinator.gateway import Gateway
 from coordinator.generation import CHAT, TEXT, Generation, Kitchen, Surface
-from coordinator.http_body import Receive, Scope, Send
-from coordinator.limits import Limits
 from coordinator.metrics import Metrics
-from coordinator.openapi import Facts
 from coordinator.request_builder import RequestBuilder
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenize_api import TokenizeApi, add_tokenize_routes
 from coordinator.tokenizer import Tokenizer
-from coordinator.tool_families import family_of
+from coordinator.tools.families import family_of
 
 log = logging.getLogger("kvferry.http")
 

@@ -32,9 +32,9 @@ from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment, require_own_folders
 from coordinator import admin_client
 from coordinator.cores import available_cores, share_cores
+from coordinator.door.tls import own_client_context, server_context, why_refused
 from coordinator.model_folder import resolve_model
 from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
-from coordinator.tls import own_client_context, server_context, why_refused
 
 COORDINATOR = "coordinator"
 POLL_INTERVAL_S = 0.1

@@ -18,7 +18,7 @@ from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids
 from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
-from coordinator.openai_schema import (
+from coordinator.openai.schema import (
     MAX_CHOICES,
     ChatFields,
     CompletionFields,
@@ -26,11 +26,11 @@ from coordinator.openai_schema import (
     read_chat,
     read_text,
 )
-from coordinator.schema_keywords import first_fault
+from coordinator.openai.schema_keywords import first_fault
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
-from coordinator.tool_families import FAMILIES, Family
-from coordinator.tool_use import ToolUse, tool_use
+from coordinator.tools.families import FAMILIES, Family
+from coordinator.tools.use import ToolUse, tool_use
 
 DEFAULT_TEXT_MAX_TOKENS = 16
 MAX_ECHOED_LOGPROBS = 1 << 18

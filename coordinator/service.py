@@ -18,16 +18,16 @@ from common.logs import set_up_logging
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane
-from coordinator.cors import Cors
+from coordinator.door.cors import Cors
+from coordinator.door.http_server import listen, make_server, within_open_files
+from coordinator.door.limits import Limits
+from coordinator.door.tls import server_context
 from coordinator.http_api import create_app
-from coordinator.http_server import listen, make_server, within_open_files
-from coordinator.limits import Limits
 from coordinator.metrics import Metrics
 from coordinator.model_folder import local_folder
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.structured_output import StructuredOutput
-from coordinator.tls import server_context
 from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

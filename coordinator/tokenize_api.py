@@ -15,13 +15,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from common.errors import BadRequest, KvferryError
+from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body
+from coordinator.door.json_body import parse_object
+from coordinator.door.limits import Limits
+from coordinator.door.response_writer import ResponseWriter
 from coordinator.errors_http import model_not_found
 from coordinator.gateway import Gateway
-from coordinator.http_body import ClientLeft, Receive, Scope, Send, read_body
-from coordinator.json_body import parse_object
-from coordinator.limits import Limits
-from coordinator.response_writer import ResponseWriter
-from coordinator.tokenize_schema import read_detokenize, read_tokenize
+from coordinator.openai.tokenize_schema import read_detokenize, read_tokenize
 from coordinator.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 4

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Encoder
 
 from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
 from coordinator.chat_template import ChatTemplate, find_templates
-from coordinator.openai_messages import Chat
+from coordinator.openai.messages import Chat
 from coordinator.token_bytes import UnknownDecoder, bytes_rule
 
 # One text at a time needs no pool of threads in the library, which would also warn at every child we start.

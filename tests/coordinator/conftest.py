@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from coordinator.door.limits import Limits
 from coordinator.http_api import create_app
-from coordinator.limits import Limits
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 

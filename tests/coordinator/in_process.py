@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.front_door import ASGIApp
+from coordinator.door.front_door import ASGIApp
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import uvloop
 from common.errors import KvferryError
 from common.messages import FinishReason
 from common.request import Request, RequestId, TokenLogprobs, unpack_ids
+from coordinator.door.http_server import listen, make_server
+from coordinator.door.limits import Limits
 from coordinator.gateway import TokenDelta
-from coordinator.http_server import listen, make_server
-from coordinator.limits import Limits
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
 

@@ -9,7 +9,7 @@ import pytest
 from common.errors import BadRequest, ModelCannotBeLoaded
 from coordinator import chat_template
 from coordinator.chat_template import ChatTemplate
-from coordinator.openai_messages import Chat
+from coordinator.openai.messages import Chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 HI = Chat(MESSAGES)

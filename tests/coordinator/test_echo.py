@@ -12,7 +12,7 @@ from common.request import TokenLogprobs
 from coordinator.answer import Piece
 from coordinator.echo import PIECE_TOKENS, Echo, echoed_prompt
 from coordinator.gateway import TokenDelta
-from coordinator.openai_shapes import PART_ITEMS, _dumps, _in_parts
+from coordinator.openai.shapes import PART_ITEMS, _dumps, _in_parts
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, Served, prompt_scores
 from tests.coordinator.test_http_api import TEXT, events

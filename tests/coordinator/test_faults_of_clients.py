@@ -19,9 +19,9 @@ import pytest
 
 from common.errors import RequestFailed
 from common.request import Request, unpack_ids
+from coordinator.door.limits import Limits
 from coordinator.http_api import create_app
-from coordinator.limits import Limits
-from coordinator.openai_messages import Chat
+from coordinator.openai.messages import Chat
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, ScriptedGateway, Served, serving
 

@@ -17,8 +17,8 @@ import pytest
 
 from common.errors import BadRequest
 from common.request import FrontId
-from coordinator.json_body import parse_object
-from coordinator.openapi import Facts, document
+from coordinator.docs.openapi import Facts, document
+from coordinator.door.json_body import parse_object
 from coordinator.request_builder import RequestBuilder
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.beyond_schema import BEYOND

@@ -11,7 +11,7 @@ from common.messages import Sender, Submit
 from common.request import FrontId, Incarnation, unpack_ids
 from common.wire import decode, encode
 from coordinator.errors_http import error_object
-from coordinator.openai_schema import ChatFields, TextFields
+from coordinator.openai.schema import ChatFields, TextFields
 from coordinator.request_builder import Job, RequestBuilder
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway

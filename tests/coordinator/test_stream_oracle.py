@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from common.request import Request
-from coordinator.front_door import ASGIApp
+from coordinator.door.front_door import ASGIApp
 from coordinator.http_api import create_app
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.in_process import Reply, post

@@ -12,9 +12,10 @@ import pytest
 
 from common.errors import BadRequest, NotAdmitted
 from common.request import Grammar
-from coordinator import grammar_check, schema_keywords, structured_output
-from coordinator.openai_formats import ANY_OBJECT, JSON_SPACING, grammar_of
-from coordinator.openai_schema import read_chat, read_text
+from coordinator import grammar_check, structured_output
+from coordinator.openai import schema_keywords
+from coordinator.openai.formats import ANY_OBJECT, JSON_SPACING, grammar_of
+from coordinator.openai.schema import read_chat, read_text
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
 from kernels import grammar as kernels_grammar

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
-from coordinator.openai_messages import Chat
+from coordinator.openai.messages import Chat
 from coordinator.tokenizer import Tokenizer
 
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 
 from common.request import unpack_ids
-from coordinator.front_door import ASGIApp
+from coordinator.docs.openapi import Facts, document
+from coordinator.door.front_door import ASGIApp
 from coordinator.http_api import create_app
-from coordinator.openapi import Facts, document
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.in_process import post
 from tests.coordinator.schema_bodies import validator

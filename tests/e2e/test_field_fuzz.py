@@ -21,7 +21,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from coordinator.openai_schema import ChatFields, TextFields
+from coordinator.openai.schema import ChatFields, TextFields
 from tests.e2e.conftest import witness
 from tests.e2e.service import MODEL, Service, strict_json
 

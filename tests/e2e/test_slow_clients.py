@@ -28,7 +28,7 @@ WRITE_TIMEOUT_S = 2.0
 BUFFERED_BYTES = 64 << 10
 NUM_BAD = 100
 BOUND_BYTES = NUM_BAD * (BUFFERED_BYTES + (320 << 10)) + (24 << 20)
-"""Of `coordinator/limits.py` for so many streams, and something for the allocator."""
+"""Of `coordinator/door/limits.py` for so many streams, and something for the allocator."""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from common.request import Grammar
-from coordinator.openai_formats import grammar_of_schema
+from coordinator.openai.formats import grammar_of_schema
 from kernels.grammar import GrammarCompiler
 from kernels.model import CausalModel
 from tests.exactness.conftest import greedy, seeded

@@ -1,0 +1,144 @@
+"""What the routes beside completions answer, as the document declares it: models, health, workers, timelines. Pure.
+
+Written by the registry and the tracker; held against real answers as those of `docs/answers` are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from common.lifecycle import Phase
+from coordinator.docs.answers import Answer, Count, Seconds
+
+
+class Model(Answer):
+    """A served model."""
+
+    id: str
+    """Its name, for the field model."""
+    object: Literal["model"]
+    """What this is."""
+    created: Count
+    """When this server began to serve it, in seconds since 1970."""
+    owned_by: Literal["kvferry"]
+    """Always kvferry."""
+    max_model_len: Count | None
+    """Tokens of prompt and answer together; null while no worker is there."""
+
+
+class Models(Answer):
+    """All served models."""
+
+    object: Literal["list"]
+    """What this is."""
+    data: list[Model]
+    """The models."""
+
+
+class Health(Answer):
+    """A request could be served now."""
+
+    status: Literal["ok"]
+    """Always ok: what is not is a 503 with the reason."""
+
+
+class Version(Answer):
+    """Which kvferry this is."""
+
+    version: str
+    """Of the server."""
+
+
+class WorkerRow(Answer):
+    """One worker."""
+
+    id: str
+    """Its name."""
+    role: Literal["prefill", "decode"]
+    """Which half of the work it does."""
+    pid: int
+    """Its process on its host."""
+    host: str
+    """The name of its machine."""
+    address: str
+    """Where other workers reach it."""
+    state: Literal["starting", "ready", "draining", "lost"]
+    """Only a ready one gets requests."""
+    running: Count
+    """Requests in its batch."""
+    waiting: Count
+    """Requests that wait there for room."""
+    blocks_total: Count
+    """Blocks of its KV pool."""
+    blocks_free: Count
+    """Blocks that hold nothing."""
+    blocks_held: Count
+    """Blocks that requests hold."""
+    blocks_cached: Count
+    """Blocks that only the prefix cache keeps."""
+    block_size: Count
+    """Tokens in one block."""
+    block_bytes: Count
+    """Bytes of one block."""
+    step_ms: Seconds
+    """Milliseconds that its last steps took."""
+    threads: Count
+    """Threads that it computes with."""
+    device: str
+    """What it computes on."""
+    incarnation: int
+    """Which life of the worker this is: rises with every start."""
+
+
+class WorkerPart(Answer):
+    """What one worker did for a request in one attempt."""
+
+    worker: str
+    """Its name."""
+    attempt: int
+    """In which attempt."""
+    outcome: str
+    """How its part ended."""
+    reason: str
+    """Why, where it was cut short."""
+    seconds: dict[Phase, Seconds]
+    """How long the request was in each phase there."""
+    cached_tokens: Count
+    """Prompt tokens found in its prefix cache."""
+    blocks: Count
+    """Blocks that it held."""
+    transferred_bytes: Count
+    """Bytes that it sent to another worker."""
+
+
+class Timeline(Answer):
+    """A request's way through the cluster."""
+
+    id: str
+    """Its id."""
+    phase: Phase
+    """Where it is, or how it ended."""
+    choices: list[str]
+    """Ids of its other choices, each with a timeline of its own."""
+    attempts: Count
+    """How often it was given to workers."""
+    prompt_tokens: Count
+    """Tokens of the prompt."""
+    output_tokens: Count
+    """Tokens of the answer so far."""
+    prefill_worker: str | None
+    """Who made its KV."""
+    decode_worker: str | None
+    """Who makes its answer."""
+    coordinator_seconds: dict[Phase, Seconds]
+    """How long it was in each phase, as the coordinator saw it."""
+    workers: list[WorkerPart]
+    """What each worker did."""
+    blocks: Count
+    """Blocks that it held where it held most."""
+    transferred_bytes: Count
+    """Bytes of KV that went between workers."""
+    cached_tokens: Count
+    """Prompt tokens found in a prefix cache."""
+    last_fault: str
+    """Why its last attempt failed, if one did."""

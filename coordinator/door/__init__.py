@@ -1,0 +1,1 @@
+"""What stands between a socket and a route: TLS, CORS, keys, limits, bodies in and answers out."""

@@ -1,0 +1,83 @@
+"""Writes one HTTP response: whole, or as a stream of events, or an error in either.
+
+It knows what is on the wire already, so an error becomes a status where that is still possible and an `error`
+event where it is not. A stream that failed has no `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from common.errors import KvferryError
+from coordinator.door.http_body import Receive, Send, discard_body
+from coordinator.errors_http import error_headers, error_object
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+COMMENT = b": waiting\n\n"
+
+
+class ResponseWriter:
+    """`status` is 0 until the status line is out. `writing` while the client's socket is full.
+
+    `watch` is a task that ends when the client has left. Sending to nobody returns at once, so a write after that
+    waits for whoever holds the watch to end the writing task: an answer is not brought to its end for nobody.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._streaming = False
+        self.status = 0
+        self.ended = False
+        self.writing = False
+        self.watch: asyncio.Task[None] | None = None
+        self.last_write_s = time.monotonic()
+
+    async def whole(self, body: bytes, content_type: bytes = b"application/json") -> None:
+        headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+        await self._start(200, headers)
+        await self._body(body, more=False)
+
+    async def events(self, data: bytes, more: bool = True) -> None:
+        """Events of a stream, which begins with the first of them."""
+        if not self.status:
+            self._streaming = True
+            await self._start(200, STREAM_HEADERS)
+        await self._body(data, more)
+
+    async def comment(self) -> None:
+        """Keeps the connection alive in the eyes of proxies. Clients skip it."""
+        await self.events(COMMENT)
+
+    async def error(self, error: KvferryError, unread: Receive | None = None) -> None:
+        """`unread` is given when the request's body has not been read to its end: the connection is closed."""
+        body = error_object(error)
+        if not self.status:
+            headers = error_headers(error, body)
+            if unread is None:
+                await self._start(error.status, headers)
+                await self._body(body, more=False)
+            else:
+                await self._start(error.status, [*headers, (b"connection", b"close")])
+                await self._body(body, more=True)
+                await discard_body(unread)
+                await self._body(b"", more=False)
+        elif self._streaming and not self.ended:
+            await self._body(b"event: error\ndata: " + body + b"\n\n", more=False)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _body(self, data: bytes, more: bool) -> None:
+        self.ended = not more
+        self.writing = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        if self.watch is not None and self.watch.done():
+            await asyncio.get_running_loop().create_future()
+        self.last_write_s = time.monotonic()
+        self.writing = False
