@@ -21,7 +21,7 @@ COUNTERS = {
     "num_preemptions_total": "Requests taken out of a running batch to make room.",
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
-    "kv_transfer_bytes_total": "KV bytes received and verified.",
+    "kv_transfer_bytes_total": "KV bytes received and verified, by channel.",
     "kv_transfer_failures_total": "KV transfers that did not end in a delivery, by reason.",
     "kv_checksum_failures_total": "KV blocks whose checksum did not match.",
     "requests_migrated_total": "Requests that went on at another worker.",

@@ -146,7 +146,9 @@ class RealCluster(VirtualCluster):
         self.check_idle()
 
     def counted(self, name: str, counter: str) -> float:
-        return self.worker(name).node.records.counters.values.get(counter, 0.0)
+        """Over all its labels."""
+        counted = self.worker(name).node.records.counters.values
+        return sum(value for key, value in counted.items() if key.split("{")[0] == counter)
 
 
 def said(answer: Answer) -> Said:
