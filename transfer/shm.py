@@ -214,7 +214,7 @@ class ShmReceiving:
     def _heard(self, guest: _Guest) -> None:
         """Its one message, or its end. Whatever descriptors come are closed here in any case."""
         try:
-            data, fds, _, _ = socket.recv_fds(guest.connection, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(guest.connection, _MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:

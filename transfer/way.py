@@ -49,7 +49,7 @@ class Way:
         self._reader = reader
         self._refuse = refuse
         self.unanswered_since: float | None = None
-        self.shut = False
+        self.shut = ""  # why no channel is left
         self._left: list[SendingEnd] = []
         self._end: SendingEnd | None = None  # the one that is open or opening
         self._is_open = False
@@ -69,7 +69,7 @@ class Way:
         if self.channel:
             self._send(message)
         elif self.shut and isinstance(message, Offer):
-            self._refuse(message, "no channel to it is open")
+            self._refuse(message, self.shut)
         elif self.shut:
             self._send(message)
         elif len(self._waiting) < MAX_WAITING:
@@ -102,7 +102,7 @@ class Way:
             end = self._end = self._left.pop(0)
             end.open(self.address, lambda: self._opened(end), lambda fault: self._failed(end, fault))
             return
-        self._end, self.shut = None, True
+        self._end, self.shut = None, why
         log.warning("no KV can go to %s: %s", self.address.worker, why)
         waiting, self._waiting = self._waiting, []
         for message in waiting:
