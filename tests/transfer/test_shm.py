@@ -14,8 +14,9 @@ import pytest
 
 import transfer.shm
 from common.counters import Counters
-from common.messages import Mapped, Message, NotMapped, PeerAddress, Segment, Sender, decode, encode
+from common.messages import Mapped, Message, NotMapped, PeerAddress, Segment, Sender
 from common.request import Incarnation, WorkerId
+from common.wire import decode, encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.channel_ends import until
 from transfer.own_channels import receiving_ends
