@@ -71,7 +71,14 @@ def test_blocks_arrive_whole_and_in_their_places(channel: str) -> None:
             assert taker.verified_bytes == {channel: 3 * SMALL} and taker.refused == 0
             assert giver.sender.settled and taker.receiving.receiver.settled
 
-    run(story())
+    async def and_leave_nothing() -> None:
+        before = open_things()
+        for _ in range(3):
+            await story()
+        assert open_things() == before
+
+    run(story())  # opens what stays open for the process's whole life
+    run(and_leave_nothing())
 
 
 class Watched:

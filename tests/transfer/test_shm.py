@@ -7,23 +7,30 @@ import fcntl
 import mmap
 import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import xxhash
 
 import transfer.shm
 from common.counters import Counters
-from common.messages import Mapped, Message, NotMapped, PeerAddress, Segment, Sender
+from common.messages import Block, Mapped, Message, NotMapped, PeerAddress, Segment, Sender
 from common.request import Incarnation, WorkerId
 from common.wire import decode, encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.channel_ends import until
+from tests.transfer.pair import key
+from transfer.channel import store
 from transfer.own_channels import receiving_ends
 from transfer.segment import CannotMap, PoolSegment, map_to_read
 from transfer.shm import ShmReceiving, ShmSending
 
 BLOCK = 4096
+ENOUGH = 100
 D = Sender("decode-0", Incarnation(3))
 P = Sender("prefill-0", Incarnation(7))
 HELLO = Segment(WorkerId("decode-0"), Incarnation(3), 4 * BLOCK, BLOCK)
@@ -85,6 +92,44 @@ def test_a_system_that_gives_no_segment_says_why(monkeypatch: pytest.MonkeyPatch
     segment = PoolSegment()
     assert segment.allocate(BLOCK) is None and segment.fd is None
     assert segment.fault == "no memfd: Operation not permitted"
+
+
+RESTLESS_WRITER = """
+import mmap, sys
+memory = mmap.mmap(int(sys.argv[1]), 0)
+one, other = (bytes([byte]) * len(memory) for byte in (1, 2))
+print(flush=True)
+while True:
+    memory[:] = other
+    memory[:] = one
+"""
+
+
+def test_what_passes_is_what_was_announced_while_the_source_changes() -> None:
+    """The copy is judged, not the source: another process writes that all the time."""
+    size = 64 << 10
+    fd = os.memfd_create("restless")
+    os.ftruncate(fd, size)
+    command = [sys.executable, "-I", "-c", RESTLESS_WRITER, str(fd)]
+    announced = bytes([1]) * size
+    header = Block(*key(), index=0, part=0, checksum=xxhash.xxh3_64_intdigest(announced), size=size)
+    pool, good, bad = BarePool(1, size), 0, 0
+    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory, memoryview(memory) as source:
+            deadline = time.monotonic() + 20
+            while good < ENOUGH or bad < ENOUGH:  # on a busy machine the writer runs now and then
+                assert time.monotonic() < deadline
+                if store(pool, 0, source, header):
+                    good += 1
+                    same = pool.host_block(0) == announced
+                    assert same
+                else:
+                    bad += 1
+        writer.kill()
+    pool.close()
+    os.close(fd)
 
 
 # ---------------------------------------------------------------- the receiver's door
