@@ -23,6 +23,7 @@ COUNTERS = {
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
     "kv_transfer_bytes_total": "KV bytes received and verified, by channel.",
     "kv_transfer_failures_total": "KV transfers that did not end in a delivery, by reason.",
+    "kv_channel_failures_total": "Channels to a decode worker that did not open or were lost, by channel.",
     "kv_checksum_failures_total": "KV blocks whose checksum did not match.",
     "requests_migrated_total": "Requests that went on at another worker.",
     "late_messages_total": "Messages for unknown, ended or earlier attempts, by kind.",

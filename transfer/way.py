@@ -1,7 +1,8 @@
 """The way to one life of one decode worker: two sockets, and the channel that blocks take.
 
-    choosing ─ the first channel of ours that it takes and that opens ─▶ open ─ the channel is lost ─▶ choosing again
-    none is left ─▶ shut: an offer is refused in the peer's name, so the request goes on elsewhere at once
+    choosing ─ the first channel of ours that it takes and that opens ─▶ open
+    open ─ the channel is lost ─▶ lost ─ something is to be sent ─▶ choosing among those behind it
+    choosing, none is left ─▶ shut: an offer is refused in the peer's name, so the request goes on elsewhere at once
 
 What is said while choosing waits for the choice (each channel has a limit for it), so that the first block of the
 first transfer takes the same channel as all that follow. A channel that was lost or did not open is not tried again
@@ -53,6 +54,7 @@ class Way:
         self._left: list[SendingEnd] = []
         self._end: SendingEnd | None = None  # the one that is open or opening
         self._is_open = False
+        self._lost = ""  # why the channel that was open is not
         self._waiting: list[Message] = []
 
     @property
@@ -66,6 +68,7 @@ class Way:
         self._next(f"it takes {' or '.join(self.address.channels)}, we send over {_names(ends)}")
 
     def say(self, message: Message) -> None:
+        self._choose_again_if_lost()
         if self.channel:
             self._send(message)
         elif self.shut and isinstance(message, Offer):
@@ -79,6 +82,7 @@ class Way:
 
     def send_block(self, key: Key, index: int, block: int) -> None:
         """Ships a pool block by the channel that is open. Where none is, it counts as lost: it will be asked for."""
+        self._choose_again_if_lost()
         if self._end is None or not self._is_open:
             self._counters.add("unsent_messages_total", kind="Block")
             return
@@ -97,7 +101,6 @@ class Way:
     # ------------------------------------------------------------ choosing
 
     def _next(self, why: str) -> None:
-        self._is_open = False
         if self._left:
             end = self._end = self._left.pop(0)
             end.open(self.address, lambda: self._opened(end), lambda fault: self._failed(end, fault))
@@ -120,8 +123,17 @@ class Way:
 
     def _failed(self, end: SendingEnd, why: str) -> None:
         self._counters.add("kv_channel_failures_total", channel=end.name)
-        log.warning("%s to %s is not to be had: %s", end.name, self.address.worker, why)
-        self._next(f"{end.name}: {why}")
+        how = "is lost" if self._is_open else "cannot be had"
+        log.warning("%s to %s %s: %s", end.name, self.address.worker, how, why)
+        if self._is_open:  # most often its process ended, and nothing will ever be sent there again
+            self._end, self._is_open, self._lost = None, False, f"{end.name} was lost: {why}"
+        else:
+            self._next(f"{end.name}: {why}")
+
+    def _choose_again_if_lost(self) -> None:
+        if self._lost:
+            why, self._lost = self._lost, ""
+            self._next(why)
 
     def _send(self, message: Message) -> None:
         send(self._control, (), message, self._me, self._counters)

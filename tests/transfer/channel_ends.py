@@ -1,12 +1,14 @@
 """Both ends of KV transfers over real sockets and channels: real protocol objects, bare pools, no model.
 
-Run as a process of its own (`python -m tests.transfer.channel_ends take|give …`) it can be stopped and killed.
+Run as a process of its own (`python -m tests.transfer.channel_ends take|give …`) it can be stopped and killed; it
+leaves when its input ends, so it does not outlive who started it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import uvloop
 import xxhash
 
 from common.counters import Counters
@@ -191,7 +194,7 @@ class Taker(_End):
         return which in self.receiving.done
 
 
-async def until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
+async def until(true: Callable[[], Any], limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
         while not true():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
@@ -201,7 +204,8 @@ async def until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
 
 
 async def _take(name: str, incarnation: int, transfer: str, num_blocks: int, block_bytes: int) -> None:
-    """Says its address, then of every transfer a digest of what it got, until its input ends."""
+    """Says its address, then of every transfer a digest of what it got."""
+    _leave_with_input()
     taker = Taker(BarePool(num_blocks, block_bytes), transfer, name=name, incarnation=incarnation)
     taker.start()
     _say({"address": asdict(taker.address)})
@@ -218,6 +222,7 @@ async def _give(
     incarnation: int, transfer: str, num_blocks: int, block_bytes: int, target: PeerAddress
 ) -> None:
     """Gives its whole pool again and again; a word after each."""
+    _leave_with_input()
     pool = BarePool(num_blocks, block_bytes)
     pool.fill()
     giver = Giver(pool, transfer, incarnation=incarnation)
@@ -227,6 +232,10 @@ async def _give(
         giver.give(which, list(range(num_blocks)), target)
         await until(lambda w=which: w in giver.sent or giver.failed, 60.0)  # type: ignore[misc]
         _say({"sent": number, "failed": giver.failed})
+
+
+def _leave_with_input() -> None:
+    asyncio.get_running_loop().add_reader(sys.stdin, os._exit, 0)
 
 
 def _say(what: dict[str, Any]) -> None:
@@ -241,11 +250,11 @@ def main() -> None:
     kind, *rest = sys.argv[1:]
     if kind == "take":
         name, incarnation, transfer, num_blocks, block_bytes = rest
-        asyncio.run(_take(name, int(incarnation), transfer, int(num_blocks), int(block_bytes)))
+        uvloop.run(_take(name, int(incarnation), transfer, int(num_blocks), int(block_bytes)))
     else:
         incarnation, transfer, num_blocks, block_bytes, target = rest
         address = address_of(json.loads(target))
-        asyncio.run(_give(int(incarnation), transfer, int(num_blocks), int(block_bytes), address))
+        uvloop.run(_give(int(incarnation), transfer, int(num_blocks), int(block_bytes), address))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 import xxhash
 
 from common.messages import Block, PeerAddress
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.parametrize("channel", CHANNELS)
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
+    uvloop.run(asyncio.wait_for(story, 60))
 
 
 @asynccontextmanager
@@ -256,7 +257,7 @@ class Other:
 
     def __init__(self, *argv: str) -> None:
         command = [sys.executable, "-m", "tests.transfer.channel_ends", *argv]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def hear(self) -> dict[str, Any]:
         """The next line; the test's own limit ends a wait for one that never comes."""
@@ -274,9 +275,7 @@ class Other:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.communicate()
 
 
 @contextmanager
@@ -293,9 +292,13 @@ def digest_of(blocks: list[int], block_bytes: int) -> str:
 
 
 def open_things() -> tuple[int, int, list[str]]:
-    """Descriptors, mapped pools, and what lies in /dev/shm."""
+    """Descriptors, mapped pools, and what of ours lies in /dev/shm."""
     maps = Path("/proc/self/maps").read_text().count("kvferry-pool")
-    return len(os.listdir("/proc/self/fd")), maps, sorted(os.listdir("/dev/shm"))
+    return (
+        len(os.listdir("/proc/self/fd")),
+        maps,
+        [name for name in os.listdir("/dev/shm") if "kvferry" in name],
+    )
 
 
 def anonymous_bytes() -> int:

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import xxhash
@@ -95,14 +95,27 @@ def test_a_system_that_gives_no_segment_says_why(monkeypatch: pytest.MonkeyPatch
 
 
 RESTLESS_WRITER = """
-import mmap, sys
+import mmap, sys, time
 memory = mmap.mmap(int(sys.argv[1]), 0)
 one, other = (bytes([byte]) * len(memory) for byte in (1, 2))
 print(flush=True)
-while True:
+end = time.monotonic() + 30
+while time.monotonic() < end:
     memory[:] = other
     memory[:] = one
 """
+
+
+@contextmanager
+def writing(fd: int) -> Iterator[None]:
+    command = [sys.executable, "-I", "-c", RESTLESS_WRITER, str(fd)]
+    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            yield
+        finally:
+            writer.kill()
 
 
 def test_what_passes_is_what_was_announced_while_the_source_changes() -> None:
@@ -110,24 +123,19 @@ def test_what_passes_is_what_was_announced_while_the_source_changes() -> None:
     size = 64 << 10
     fd = os.memfd_create("restless")
     os.ftruncate(fd, size)
-    command = [sys.executable, "-I", "-c", RESTLESS_WRITER, str(fd)]
     announced = bytes([1]) * size
     header = Block(*key(), index=0, part=0, checksum=xxhash.xxh3_64_intdigest(announced), size=size)
     pool, good, bad = BarePool(1, size), 0, 0
-    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory, memoryview(memory) as source:
-            deadline = time.monotonic() + 20
-            while good < ENOUGH or bad < ENOUGH:  # on a busy machine the writer runs now and then
-                assert time.monotonic() < deadline
-                if store(pool, 0, source, header):
-                    good += 1
-                    same = pool.host_block(0) == announced
-                    assert same
-                else:
-                    bad += 1
-        writer.kill()
+    with writing(fd), mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory, memoryview(memory) as source:
+        deadline = time.monotonic() + 20
+        while good < ENOUGH or bad < ENOUGH:  # on a busy machine the writer runs now and then
+            assert time.monotonic() < deadline
+            if store(pool, 0, source, header):
+                good += 1
+                same = pool.host_block(0) == announced
+                assert same
+            else:
+                bad += 1
     pool.close()
     os.close(fd)
 

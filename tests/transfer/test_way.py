@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 import transfer.shm
 from common.errors import BadConfiguration
@@ -25,7 +26,7 @@ R = key()
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 30))
+    uvloop.run(asyncio.wait_for(story, 30))
 
 
 @asynccontextmanager
@@ -110,7 +111,7 @@ def test_a_pool_that_cannot_be_mapped_goes_over_tcp_and_is_counted(
 
     run(story())
     said = [record.message for record in caplog.records if record.name == "transfer.way"]
-    assert said == ["shm to decode-0 is not to be had: refused: its pool cannot be mapped: out of memory"]
+    assert said == ["shm to decode-0 cannot be had: refused: its pool cannot be mapped: out of memory"]
 
 
 def test_a_receiver_that_does_not_answer_its_door_is_reached_over_tcp(
