@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 
 _NAME = "kvferry-pool"  # in /proc/PID/maps, for people who look
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has no name for it before 3.13
@@ -46,6 +47,10 @@ class PoolSegment:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, num_bytes)
             memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+            with suppress(
+                OSError
+            ):  # huge pages where the system lets shared memory have them (shmem_enabled)
+                memory.madvise(mmap.MADV_HUGEPAGE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(fd)
