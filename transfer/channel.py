@@ -28,6 +28,10 @@ BlockIn = Callable[[Block, Sender, memoryview], None]
 """A header, who sent it, and the bytes that came with it (none where there were none)."""
 
 
+Frame = bytes | memoryview
+"""What goes beside a header; it may be the pool's own memory, so it is to be sent at once."""
+
+
 class Pool(Protocol):
     """What a channel needs of `kernels.cache.PagedCache`."""
 
@@ -50,7 +54,7 @@ class SendingEnd(Protocol):
         """Nothing more goes there; no call comes any more. Idempotent."""
         ...
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, bytes]:
+    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
         """Header and frame that bring pool block `block` to `target` as block `index` of `key`."""
         ...
 

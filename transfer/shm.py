@@ -54,7 +54,7 @@ from common.messages import (
 )
 from common.request import Key, WorkerId
 from common.wire import decode, encode
-from transfer.channel import BlockIn, Pool
+from transfer.channel import BlockIn, Frame, Pool
 from transfer.segment import CannotMap, PoolSegment, map_to_read
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class ShmSending:
             door.limit.cancel()
         _hang_up(door.connection)
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, bytes]:
+    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
         content = self._pool.block_bytes_view(block)
         checksum = xxhash.xxh3_64_intdigest(content)
         offset = block * self._block_bytes

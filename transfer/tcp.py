@@ -8,7 +8,7 @@ import xxhash
 
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
-from transfer.channel import BlockIn, Pool
+from transfer.channel import BlockIn, Frame, Pool
 
 
 class TcpSending:
@@ -23,11 +23,11 @@ class TcpSending:
 
     def close(self, target: PeerAddress) -> None: ...
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, bytes]:
-        """Copies the block: its memory may be another request's a moment later."""
-        frame = bytes(self._pool.block_bytes_view(block))
-        checksum = xxhash.xxh3_64_intdigest(frame)
-        return Block(*key, index=index, part=0, checksum=checksum, size=len(frame)), frame
+    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
+        """The frame is the block itself: the socket copies it when it is sent, which is before this turn ends."""
+        content = self._pool.block_bytes_view(block)
+        checksum = xxhash.xxh3_64_intdigest(content)
+        return Block(*key, index=index, part=0, checksum=checksum, size=len(content)), content
 
     def end(self) -> None: ...
 

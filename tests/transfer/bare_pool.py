@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 from common.counters import Counters
 from common.messages import ChannelName, Sender
@@ -50,5 +51,6 @@ class BarePool:
         self._memory.close()
 
 
+@lru_cache(maxsize=64)
 def content_of(block: int, block_bytes: int, what: str = "") -> bytes:
     return random.Random(f"{block} {what}").randbytes(block_bytes)

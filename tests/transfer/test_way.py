@@ -161,6 +161,9 @@ def test_a_silent_while_costs_no_channel(monkeypatch: pytest.MonkeyPatch) -> Non
             await arrives(giver, taker, "before")
             way = giver.links._ways[taker.address.worker]
             way.unanswered_since = 1.0
+            shm = taker.links._receiving["shm"]
+            assert isinstance(shm, transfer.shm.ShmReceiving)
+            asyncio.get_running_loop().remove_reader(shm._listener)  # nobody would answer the door
             await arrives(giver, taker, "after")
             assert giver.links._ways[taker.address.worker] is not way
             assert taker.verified_bytes == {"shm": 6 * BLOCK}
