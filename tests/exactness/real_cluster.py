@@ -146,9 +146,7 @@ class RealCluster(VirtualCluster):
         self.check_idle()
 
     def counted(self, name: str, counter: str) -> float:
-        """Over all its labels."""
-        counted = self.worker(name).node.records.counters.values
-        return sum(value for key, value in counted.items() if key.split("{")[0] == counter)
+        return self.worker(name).node.records.counters.total(counter)
 
 
 def said(answer: Answer) -> Said:
