@@ -25,6 +25,9 @@ class BarePool:
         assert memory is not None, self.segment.fault
         self._memory = memory
         self._bytes = memoryview(memory)
+        zeros = bytes(block_bytes)
+        for block in range(num_blocks):  # touches every page now, as the real one does
+            self.write_block(block, zeros)
 
     def host_block(self, block: int) -> memoryview:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
