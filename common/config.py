@@ -95,7 +95,12 @@ class EngineSettings(ProcessSettings):
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
     prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
-    transfer: Literal["auto", "tcp", "shm", "nccl"] = flag("auto", "how KV blocks travel", "network")
+    transfer: Literal["auto", "tcp", "shm", "nccl"] = flag(
+        "auto",
+        "how KV blocks travel; shm: the receiver reads the sender's memory, on one machine; auto: shm where it "
+        "can be, else tcp",
+        "network",
+    )
     threads: int | None = flag(
         None,
         "threads that compute in one worker; absent: one per core it may use, which the workers of "
@@ -106,8 +111,8 @@ class EngineSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _only_what_is_built(self) -> Self:
-        if self.transfer in ("shm", "nccl"):
-            raise ValueError(f"--transfer {self.transfer} is not in this release: use auto or tcp")
+        if self.transfer == "nccl":
+            raise ValueError("--transfer nccl is not in this release: use auto, shm or tcp")
         return self
 
 

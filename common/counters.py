@@ -37,6 +37,10 @@ class Counters:
         key = labelled(name, **labels) if labels else name
         self.values[key] = self.values.get(key, 0.0) + amount
 
+    def total(self, name: str) -> float:
+        """Of one counter, over all its labels."""
+        return sum(value for key, value in self.values.items() if key.partition("{")[0] == name)
+
     def observe(self, name: str, value: float) -> None:
         """One sample of a histogram named in HISTOGRAM_BUCKETS."""
         if not (math.isfinite(value) and value >= 0):

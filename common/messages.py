@@ -14,6 +14,7 @@ from pydantic import Field
 from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
+ChannelName = Literal["tcp", "shm"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # What arrives is used as an index, a time or a size without another look: out of range is refused at the door.
@@ -50,12 +51,14 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a decode worker takes transfers: its control ROUTER and its data socket."""
+    """Where a decode worker takes transfers: its control ROUTER, its data socket, and the channels that blocks may
+    take, each with where a sender finds its end ("" where the data socket is all it needs)."""
 
     worker: WorkerId
     incarnation: Incarnation
     control: str
     data: str
+    channels: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
 
 
 # ---------------------------------------------------------------- worker ↔ coordinator
@@ -235,12 +238,15 @@ class Accept(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Block(AboutRequest):
-    """Header of a data frame."""
+    """Header of a block on its way. Over tcp its bytes are the frame beside it, over shm they lie at `offset` of the
+    sender's pool."""
 
     index: Count
     part: Count
     checksum: int
     size: Count
+    channel: ChannelName = "tcp"
+    offset: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +290,29 @@ class Cancel(AboutRequest):
 @dataclass(frozen=True, slots=True)
 class Cancelled(AboutRequest):
     pass
+
+
+# ---------------------------------------------------------------- worker ↔ worker on one machine (transfer/shm.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(Message):
+    """P hands D, named so that nobody else takes it, the descriptor of its pool, which comes with this message."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    size: Positive
+    block_bytes: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(Message):
+    """D reads P's pool for as long as this connection stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotMapped(Message):
+    reason: str
 
 
 # ---------------------------------------------------------------- worker → front

@@ -136,6 +136,11 @@ class Registry:
                 return RegistrationRefused(name, str(our_value), str(their_value))
         if self._tokenizer_hash is not None and theirs.get("tokenizer") != self._tokenizer_hash:
             return RegistrationRefused("tokenizer", self._tokenizer_hash, str(theirs.get("tokenizer")))
+        for other in self.live():
+            if other.role != card.role and not set(other.card.channels) & set(card.channels):
+                return RegistrationRefused(
+                    "transfer", " or ".join(other.card.channels), " or ".join(card.channels)
+                )
         return None
 
     def heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> bool:

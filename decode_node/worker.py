@@ -165,16 +165,21 @@ class DecodeWorker:
     def _refuse(self, key: Key, sender: WorkerId, reason: str) -> Effect:
         return ToSender(sender, Refused(*key, reason))
 
+    def place(self, header: Block, sender: WorkerId) -> int | None:
+        """The pool block that this one's bytes belong in, None where nobody waits for it. The engine copies them
+        there and checks the copy, then says `block`, with nothing between."""
+        return self._receiver.place(header, sender)
+
     def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
-        """A frame came; `good` says that its size and checksum are right. Returns the pool block the engine must
-        copy it into at once, before anything else happens, or None to drop it."""
+        """A block came; `good` says that its size and checksum are right. Returns the pool block that is filled by
+        it, None where it comes to nothing."""
         counters = self.records.counters
         if not good:
             counters.add("kv_checksum_failures_total")
             self._pending += self._receiver.nack(header, sender, "checksum or size is wrong")
         block = self._receiver.block(header, sender, good, now)
         if block is not None:
-            counters.add("kv_transfer_bytes_total", float(header.size))
+            counters.add("kv_transfer_bytes_total", float(header.size), channel=header.channel)
         elif good:
             self.records.late("Block")
         return block

@@ -6,6 +6,7 @@ as it comes (`[block_size, head_dim]`). Everyone else treats a block as opaque b
 """
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -56,7 +57,11 @@ class CacheLayout:
         }
 
 
-def _huge_pages(num_bytes: int) -> torch.Tensor:
+PoolMemory = Callable[[int], mmap.mmap | None]
+"""Memory of so many bytes for a pool on the CPU, None where there is none of this kind."""
+
+
+def _huge_pages(num_bytes: int) -> mmap.mmap:
     """Memory of its own mapping, in huge pages where the kernel allows.
 
     A layer's part of a block is a few kB, far from the next block's: with 4 kB pages every one costs a page walk.
@@ -65,13 +70,22 @@ def _huge_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 class PagedCache:
-    """`num_blocks` blocks on one device. Only the thread that runs the model may write."""
+    """`num_blocks` blocks on one device. Only the process that made it writes.
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    `memory` is asked, on CPU, for memory of another kind than this process's own.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        memory: PoolMemory | None = None,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks}: at least one is needed")
         self.layout = layout
@@ -79,7 +93,9 @@ class PagedCache:
         self.device = torch.device(device)
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * layout.block_size)
         if self.device.type == "cpu":
-            self.tensor = _huge_pages(num_blocks * layout.block_bytes).view(layout.dtype).view(shape)
+            num_bytes = num_blocks * layout.block_bytes
+            mapped = (memory(num_bytes) if memory is not None else None) or _huge_pages(num_bytes)
+            self.tensor = torch.frombuffer(mapped, dtype=layout.dtype).view(shape)
         else:
             self.tensor = torch.empty(shape, dtype=layout.dtype, device=self.device)
         self.tensor.fill_(0)  # touches every page now, so that no step pays for page faults later
@@ -102,19 +118,24 @@ class PagedCache:
 
     def block_bytes_view(self, block: int) -> memoryview:
         """The bytes of one block: the cache's own memory on CPU, a copy on other devices."""
+        own = self.host_block(block)
+        return own if own is not None else self._bytes[block].cpu().numpy().data
+
+    def host_block(self, block: int) -> memoryview | None:
+        """The same bytes where they can be written, None where they are not in this host's memory."""
         self._check(block)
-        if self._host is not None:
-            return self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
-        return self._bytes[block].cpu().numpy().data
+        if self._host is None:
+            return None
+        return self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
 
     def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
         """Overwrites one block. `data` must have exactly `layout.block_bytes` bytes, else `ValueError`."""
-        self._check(block)
+        own = self.host_block(block)
         source = memoryview(data).cast("B")
         if source.nbytes != self.layout.block_bytes:
             raise ValueError(f"block {block}: {source.nbytes} bytes given, {self.layout.block_bytes} wanted")
-        if self._host is not None:
-            self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes] = source
+        if own is not None:
+            own[:] = source
         else:
             self._bytes[block].copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
 

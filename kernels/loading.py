@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kernels.cache import AskedTooMuch
+from kernels.cache import AskedTooMuch, PoolMemory
 from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
 from kernels.runner import ModelRunner, load_runner
 from kernels.weights import find_model
@@ -28,6 +28,7 @@ def load_for_worker(
     max_num_seqs: int,
     max_model_len: int | None,
     threads: int,
+    pool_memory: PoolMemory | None = None,
 ) -> tuple[Path, ModelRunner]:
     """The model's folder and its runner; None is the default model, fetched on first use.
 
@@ -47,6 +48,7 @@ def load_for_worker(
             max_model_len=max_model_len,
             threads=threads,
             progress=_log_quarters,
+            pool_memory=pool_memory,
         )
     except AskedTooMuch:
         raise

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kernels.backend import choose_backend
-from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, dtype_name
+from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, PoolMemory, dtype_name
 from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
@@ -279,6 +279,7 @@ def load_runner(
     max_model_len: int | None = None,
     threads: int = 1,
     progress: Progress | None = None,
+    pool_memory: PoolMemory | None = None,
 ) -> ModelRunner:
     """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`.
 
@@ -299,7 +300,7 @@ def load_runner(
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
     try:
-        cache = PagedCache(layout, num_blocks, place)
+        cache = PagedCache(layout, num_blocks, place, pool_memory)
     except (OSError, torch.OutOfMemoryError) as error:
         size = _gib(num_blocks * layout.block_bytes)
         raise AskedTooMuch(

@@ -157,8 +157,12 @@ class PrefillWorker:
                     effects += self._end(key, Phase.FAILED, "failed", f"transfer: {reason}", now)
         return effects
 
+    def place(self, header: Block, sender: WorkerId) -> int | None:
+        """Nobody sends blocks here."""
+        return None
+
     def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
-        """Nobody sends frames here."""
+        """Nobody sends blocks here."""
         self.records.late("Block")
         return None
 

@@ -45,7 +45,11 @@ def identity(sender: Sender) -> bytes:
 
 
 def send(
-    socket: zmq.asyncio.Socket, frames: Sequence[bytes], message: Message, me: Sender, counters: Counters
+    socket: zmq.asyncio.Socket,
+    frames: Sequence[bytes | memoryview],
+    message: Message,
+    me: Sender,
+    counters: Counters,
 ) -> None:
     """Sends `frames`, or `frames` and the encoded message when it is not among them; never waits. What the socket
     does not take is dropped and counted: the protocol says it again."""

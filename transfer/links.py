@@ -4,58 +4,58 @@
     fronts   PUSH   ── connects ──▶ each front's PULL         token rows out
     peers    ROUTER ◀── binds       other workers' DEALERs    transfer control in, answers back the same way
     data     PULL   ◀── binds       other workers' PUSHes     block frames in
-    out      DEALER + PUSH, one pair per decode worker that this one sends to
+    ways     DEALER + PUSH, one pair per decode worker that this one sends to, and its channel (`way.py`)
 
 Identities carry the incarnation, so a restarted worker is a new peer and never a silent twin of its old pipe.
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
-Every message is bounded in size by the socket and checked (`transfer/inbox.py`). A data message is two frames:
-the block's bytes, then its header.
+Every message is bounded in size by the socket and checked (`inbox.py`). A data message is two frames: the block's
+bytes, empty where its channel brings them in another way (`channel.py`), then its header.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import xxhash
 import zmq
 import zmq.asyncio
 
 from common.counters import Counters
 from common.errors import CannotBind, ProtocolViolation
-from common.messages import Block, Message, PeerAddress, Sender
+from common.messages import Block, Message, Offer, PeerAddress, Refused, Sender
 from common.request import Key, WorkerId
 from common.wire import MAX_MESSAGE_BYTES
+from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
 from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
+from transfer.way import Way
 
 _HEADER_BYTES = 4096
 UNANSWERED_S = 3.0
 
 MessageIn = Callable[[Message, Sender], None]
-BlockIn = Callable[[Block, Sender, memoryview], None]
-
-
-@dataclass(slots=True)
-class _Out:
-    """The way to one incarnation of one decode worker. `unanswered_since`: the oldest message without any answer
-    after it."""
-
-    address: PeerAddress
-    control: zmq.asyncio.Socket
-    data: zmq.asyncio.Socket
-    reader: asyncio.Task[None]
-    unanswered_since: float | None = None
 
 
 class Links:
-    """Use inside a running event loop. Incoming messages go to the callbacks given to `start`."""
+    """Use inside a running event loop. Incoming messages go to the callbacks given to `start`.
 
-    def __init__(self, me: Sender, counters: Counters, *, block_bytes: int) -> None:
+    Blocks go out over the first of `sending` that a peer takes, and come in over any of `receiving`.
+    """
+
+    def __init__(
+        self,
+        me: Sender,
+        counters: Counters,
+        *,
+        block_bytes: int,
+        sending: Sequence[SendingEnd] = (),
+        receiving: Sequence[ReceivingEnd] = (),
+    ) -> None:
         self.me = me
         self._counters = counters
+        self._sending = sending
+        self._receiving = {end.name: end for end in receiving}
         self._block_bytes = block_bytes
         self._context = zmq.asyncio.Context()
         self._control: zmq.asyncio.Socket | None = None
@@ -63,7 +63,7 @@ class Links:
         self._peers.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._data = self._socket(zmq.PULL, block_bytes + _HEADER_BYTES)
         self._fronts: dict[str, tuple[str, zmq.asyncio.Socket]] = {}
-        self._out: dict[WorkerId, _Out] = {}
+        self._ways: dict[WorkerId, Way] = {}
         self._senders: dict[WorkerId, bytes] = {}  # prefill worker → its newest identity at our ROUTER
         self._inbox = Inbox(counters)
         self._tasks: list[asyncio.Task[None]] = []
@@ -71,6 +71,11 @@ class Links:
         self._on_control: MessageIn | None = None
         self._coordinator = ""
         self._control_reader: asyncio.Task[None] | None = None
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels that blocks go out or come in over, in order of preference."""
+        return tuple(end.name for end in self._sending) or tuple(self._receiving)
 
     # ------------------------------------------------------------ set-up
 
@@ -86,9 +91,12 @@ class Links:
                 self._data.bind(f"tcp://{host}:{data_port}")
         except zmq.ZMQError as error:
             raise CannotBind(f"{host}, port {port or 'any'}: {error}; give another --advertise") from error
-        where = f"tcp://{host}"
         return PeerAddress(
-            WorkerId(self.me.name), self.me.incarnation, f"{where}:{control_port}", f"{where}:{data_port}"
+            WorkerId(self.me.name),
+            self.me.incarnation,
+            f"tcp://{host}:{control_port}",
+            f"tcp://{host}:{data_port}",
+            {name: end.where for name, end in self._receiving.items()},
         )
 
     def start(self, coordinator: str, on_control: MessageIn, on_peer: MessageIn, on_block: BlockIn) -> None:
@@ -96,6 +104,8 @@ class Links:
         self._coordinator = coordinator
         self._on_control = on_control
         self._connect_control()
+        for end in self._receiving.values():
+            end.start()
         self._spawn(self._read_peers(on_peer))
         self._spawn(self._read_blocks(on_block))
 
@@ -126,10 +136,15 @@ class Links:
 
     async def close(self) -> None:
         """Everything unsent gets LINGER_MS."""
-        readers = [out.reader for out in self._out.values()]
+        for way in self._ways.values():
+            way.close(linger_ms=LINGER_MS)
+        for sending in self._sending:
+            sending.end()
+        for receiving in self._receiving.values():
+            receiving.end()
         if self._control_reader is not None:
-            readers.append(self._control_reader)
-        for task in (*self._tasks, *readers):
+            self._control_reader.cancel()
+        for task in self._tasks:
             task.cancel()
         await asyncio.sleep(0)
         self._context.destroy(linger=LINGER_MS)
@@ -148,9 +163,9 @@ class Links:
         self._send(link[1], message)
 
     def to_receiver(self, target: PeerAddress, message: Message) -> None:
-        out = self._way_to(target)
-        out.unanswered_since = out.unanswered_since or time.monotonic()
-        self._send(out.control, message)
+        way = self._way_to(target, again=isinstance(message, Offer))
+        way.unanswered_since = way.unanswered_since or time.monotonic()
+        way.say(message)
 
     def to_sender(self, worker: WorkerId, message: Message) -> None:
         route = self._senders.get(worker)
@@ -159,36 +174,49 @@ class Links:
             return
         self._send(self._peers, message, route)
 
-    def send_block(self, target: PeerAddress, key: Key, index: int, content: memoryview) -> None:
-        """Copies the block (its memory may be another request's a moment later) and ships it."""
-        frame = bytes(content)
-        header = Block(*key, index=index, part=0, checksum=xxhash.xxh3_64_intdigest(frame), size=len(frame))
-        self._send(self._way_to(target).data, header, frame)
+    def send_block(self, target: PeerAddress, key: Key, index: int, block: int) -> None:
+        """Ships pool block `block`, whose content is that of `key` now; it may be another's a moment later."""
+        self._way_to(target).send_block(key, index, block)
 
     def _send(self, socket: zmq.asyncio.Socket, message: Message, *before: bytes) -> None:
         send(socket, before, message, self.me, self._counters)
 
-    def _way_to(self, target: PeerAddress) -> _Out:
+    def _way_to(self, target: PeerAddress, *, again: bool = False) -> Way:
         """The connection to `target`; a new one when it is another life of that worker, or when it has answered
-        nothing for UNANSWERED_S (everything said to it has an answer, so then it leads nowhere)."""
-        out = self._out.get(target.worker)
-        if out is not None:
-            since = out.unanswered_since
-            if out.address == target and (since is None or time.monotonic() - since < UNANSWERED_S):
-                return out
-            self._drop_out(out)
+        nothing for UNANSWERED_S (everything said to it has an answer, so then it leads nowhere), or when no channel
+        is open and one is to be sought `again`."""
+        way = self._ways.get(target.worker)
+        if way is not None:
+            since = way.unanswered_since
+            silent = since is not None and time.monotonic() - since >= UNANSWERED_S
+            if way.address == target and not silent and not (way.shut and again):
+                return way
+            way.close(keep_channel=way.address == target)
         control = self._dealer(target.control)
         data = self._socket(zmq.PUSH, _HEADER_BYTES)
         data.connect(target.data)
         reader = asyncio.create_task(self._read_messages(control, self._answered(target.worker)))
-        self._out[target.worker] = out = _Out(target, control, data, reader)
-        return out
+        way = Way(self.me, self._counters, target, control, data, reader, self._refuse(target))
+        self._ways[target.worker] = way
+        way.choose(self._sending)
+        return way
+
+    def _refuse(self, target: PeerAddress) -> Callable[[Offer, str], None]:
+        """Answers an offer in the name of a peer that no channel leads to; not from inside the call that made it."""
+
+        def refuse(offer: Offer, why: str) -> None:
+            assert self._on_peer is not None
+            refused = Refused(*offer.key, f"no KV can go there: {why}")
+            sender = Sender(target.worker, target.incarnation)
+            asyncio.get_running_loop().call_soon(self._inbox.guard, self._on_peer, refused, sender)
+
+        return refuse
 
     def _answered(self, worker: WorkerId) -> MessageIn:
         def deliver(message: Message, sender: Sender) -> None:
-            out = self._out.get(worker)
-            if out is not None:
-                out.unanswered_since = None
+            way = self._ways.get(worker)
+            if way is not None:
+                way.unanswered_since = None
             assert self._on_peer is not None
             self._on_peer(message, sender)
 
@@ -199,11 +227,6 @@ class Links:
         socket.setsockopt(zmq.IDENTITY, identity(self.me))
         socket.connect(endpoint)
         return socket
-
-    def _drop_out(self, out: _Out) -> None:
-        out.reader.cancel()
-        out.control.close(linger=0)
-        out.data.close(linger=0)
 
     # ------------------------------------------------------------ receiving
 
@@ -235,10 +258,14 @@ class Links:
             if read is None:
                 continue
             sender, header = read
-            if isinstance(header, Block):
-                self._inbox.guard(deliver, header, sender, memoryview(frames[0].buffer))
-            else:
+            if not isinstance(header, Block):
                 self._inbox.violated(ProtocolViolation(f"a {type(header).__name__} on the data socket"))
+            elif (end := self._receiving.get(header.channel)) is None:
+                self._inbox.violated(
+                    ProtocolViolation(f"a block over {header.channel}, which was not offered")
+                )
+            else:
+                self._inbox.guard(end.take, header, sender, memoryview(frames[0].buffer), deliver)
 
     # ------------------------------------------------------------ inside
 

@@ -1,7 +1,7 @@
 """The receiving side of KV transfers: what a decode worker has accepted and is still waiting for. Pure.
 
     Offer ─▶ (the decode worker reserves) accept ─▶ ACCEPTED ─ Accept(wanted) ─▶
-    Block, checked ─▶ SENDING, copied by the engine into the reserved block ─ Credit ─▶
+    Block, copied by the engine into the reserved block and checked ─▶ SENDING ─ Credit ─▶
     Handover and nothing missing ─▶ DELIVERED: `Ready` tells the decode worker, which answers Delivered
     Cancel, no frame for `timeout_s`, revoke ─▶ CANCELLED or REVOKED: `Lost`, blocks go back
 
@@ -89,21 +89,29 @@ class TransferReceiver:
     def from_same_sender(self, key: Key, sender: WorkerId) -> bool:
         return self._incoming[key].sender == sender
 
-    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
-        """A frame came; `good` says that size and checksum are right. Returns the pool block to copy it into at
-        once, or None to drop it. Its credit goes out with the next `flush`."""
-        self._credits.setdefault((header.key, sender), []).append(header.index)
+    def place(self, header: Block, sender: WorkerId) -> int | None:
+        """The reserved pool block that this one is missing in; None where nobody waits for it."""
         incoming = self._incoming.get(header.key)
         if incoming is None or incoming.sender != sender or header.index not in incoming.missing:
             return None
+        return incoming.blocks[header.index] if header.part == 0 else None
+
+    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None:
+        """A block came; `good` says that size and checksum are right. Returns the pool block that is filled by it,
+        None where it comes to nothing. Its credit goes out with the next `flush`."""
+        self._credits.setdefault((header.key, sender), []).append(header.index)
+        place = self.place(header, sender)
+        if place is None:
+            return None
+        incoming = self._incoming[header.key]
         incoming.progress = now
         if incoming.life.phase is TransferPhase.ACCEPTED:
             incoming.life.move(TransferPhase.SENDING)
-        if not good or header.part != 0:
+        if not good:
             return None
         incoming.missing.discard(header.index)
         self._note_if_whole(incoming)
-        return incoming.blocks[header.index]
+        return place
 
     def nack(self, header: Block, sender: WorkerId, reason: str) -> list[Effect]:
         """Asks for a frame again that was not good."""

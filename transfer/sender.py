@@ -14,6 +14,10 @@ progress for `patience_s` in all: no wait is without a limit.
 Bytes in flight are counted per peer as a set of frames, cleared by Credit, Nack, Delivered and the end of a
 transfer; when a transfer has had no answer for two `retry_s` its frames leave the window, so a lost Credit cannot
 shrink it for ever. They are not sent again on a guess: the peer names what is missing once it has the hand-over.
+
+How a block's bytes get there is the channel's affair (`channel.py`). Some copy it when it is sent, some have the
+receiver read it later; a block may be freed and written over as soon as its transfer has ended here, whichever it
+is, because the checksum refuses what is not the block that was sent (the argument: `shm.py`).
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ from common.messages import (
     Revoke,
 )
 from common.request import Key, WorkerId
+from transfer.cancelling import Cancellations
 from transfer.in_flight import InFlight
 
 MAX_NACKS = 2
-CANCEL_TRIES = 3
 MAX_PEERS = 4096
 _NEVER = float("inf")
 
@@ -92,14 +96,6 @@ class _Outgoing:
         return bool(self.to_send) and self.to_send[0] < self.computed
 
 
-@dataclass(slots=True)
-class _Cancelling:
-    target: PeerAddress
-    message: Cancel
-    ask_at: float
-    tries: int
-
-
 class TransferSender:
     def __init__(
         self,
@@ -117,7 +113,7 @@ class TransferSender:
         self._patience_s = patience_s
         self._look_at = _NEVER  # no deadline of any transfer lies before this
         self._outgoing: dict[Key, _Outgoing] = {}
-        self._cancelling: dict[tuple[Key, WorkerId], _Cancelling] = {}
+        self._cancelling = Cancellations(retry_s)
         self._addresses: dict[WorkerId, PeerAddress] = {}  # of the peers last spoken to
         self._in_flight = InFlight()
 
@@ -193,12 +189,11 @@ class TransferSender:
         out.target = target
         self._know(target)
         out.bound = out.progress = now
-        self._cancelling.pop((key, target.worker), None)
+        self._cancelling.forget(key, target.worker)
         return effects + self._offer_again(out, now)
 
     def cancel(self, key: Key, reason: str, now: float) -> list[Effect]:
-        """The request ended here. The peer is told until it answers; the blocks are free at once, because the
-        engine copies what it sends. Idempotent."""
+        """The request ended here. The peer is told until it answers; the blocks are free at once. Idempotent."""
         out = self._outgoing.pop(key, None)
         if out is None:
             return []
@@ -212,7 +207,7 @@ class TransferSender:
     ) -> tuple[list[Effect], list[SenderEvent]]:
         """Anything a decode worker says. What is not about a live transfer with that worker comes to nothing."""
         if isinstance(message, Cancelled):
-            self._cancelling.pop((message.key, sender), None)
+            self._cancelling.forget(message.key, sender)
             return [], []
         out = self._outgoing.get(message.key)
         if out is None or out.target.worker != sender:
@@ -302,7 +297,10 @@ class TransferSender:
     # ------------------------------------------------------------ on every turn of the loop
 
     def pump(self, now: float) -> list[Effect]:
-        """Frames that may leave now: computed, wanted, inside each peer's window, transfers taking turns."""
+        """Frames that may leave now: computed, wanted, inside each peer's window, transfers taking turns.
+
+        To be carried out before anything else is said here: the next call may free a block that stands among them.
+        """
         effects: list[Effect] = []
         ready = [out for out in self._outgoing.values() if out.to_send]
         moved = bool(ready)
@@ -331,11 +329,9 @@ class TransferSender:
                 events += failed
             elif now >= out.ask_at:
                 effects += self._ask_again(out, now)
-        for cancelling in list(self._cancelling.values()):
-            if now >= cancelling.ask_at:
-                effects += self._cancel_again(cancelling, now)
+        effects += self._cancelling.expire(now)
         times = [min(out.ask_at, out.progress + self._timeout_s) for out in self._outgoing.values()]
-        times += [cancelling.ask_at for cancelling in self._cancelling.values()]
+        times += self._cancelling.deadlines()
         self._look_at = min(times, default=_NEVER)
         return effects, events
 
@@ -390,20 +386,8 @@ class TransferSender:
 
     def _say_cancel(self, out: _Outgoing, reason: str, now: float) -> list[Effect]:
         self._in_flight.forget(out.target.worker, out.key)
-        message = Cancel(*out.key, reason)
-        ask_at = now + self._retry_s
-        self._cancelling[(out.key, out.target.worker)] = _Cancelling(out.target, message, ask_at, tries=1)
-        self._look_by(ask_at)
-        return [ToReceiver(out.target, message)]
-
-    def _cancel_again(self, cancelling: _Cancelling, now: float) -> list[Effect]:
-        if cancelling.tries >= CANCEL_TRIES:
-            # The receiver's own deadline is the backstop.
-            del self._cancelling[(cancelling.message.key, cancelling.target.worker)]
-            return []
-        cancelling.tries += 1
-        cancelling.ask_at = now + self._retry_s
-        return [ToReceiver(cancelling.target, cancelling.message)]
+        self._look_by(now + self._retry_s)
+        return [self._cancelling.say(out.key, out.target, reason, now)]
 
     def _forget(self, out: _Outgoing) -> None:
         self._in_flight.forget(out.target.worker, out.key)

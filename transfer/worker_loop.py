@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import xxhash
-
 from common.batching import Batch, RowResult, Sequence
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
 from common.errors import BadConfiguration
@@ -35,6 +33,7 @@ from common.messages import (
 from common.records import Records
 from common.request import Grammar, Key, WorkerId
 from kernels.cache import PagedCache
+from transfer.channel import store
 from transfer.grammar_gate import GrammarGate
 from transfer.links import Links
 
@@ -53,6 +52,7 @@ class PureWorker(Protocol):
     @property
     def idle(self) -> bool: ...
     def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]: ...
+    def place(self, header: Block, sender: WorkerId) -> int | None: ...
     def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None: ...
     def schedule(self, now: float) -> Batch | None: ...
     def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]: ...
@@ -259,12 +259,11 @@ class WorkerLoop:
             self._carry_out(self._node.handle(message, sender, time.monotonic()))
         self._turn()
 
-    def _block(self, header: Block, sender: Sender, frame: memoryview) -> None:
-        good = len(frame) == header.size == self._cache.layout.block_bytes
-        good = good and xxhash.xxh3_64_intdigest(frame) == header.checksum
-        block = self._node.block(header, WorkerId(sender.name), good, time.monotonic())
-        if block is not None:
-            self._cache.write_block(block, frame)
+    def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
+        worker = WorkerId(sender.name)
+        place = self._node.place(header, worker)
+        good = place is None or store(self._cache, place, source, header)
+        self._node.block(header, worker, good, time.monotonic())
         self._turn()
 
     # ------------------------------------------------------------ one turn
@@ -316,4 +315,4 @@ class WorkerLoop:
                 case ToSender(worker, message):
                     self._links.to_sender(worker, message)
                 case SendBlock(target, key, index, block):
-                    self._links.send_block(target, key, index, self._cache.block_bytes_view(block))
+                    self._links.send_block(target, key, index, block)

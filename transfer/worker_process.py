@@ -27,14 +27,17 @@ import uvloop
 from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.config import WorkerSettings
+from common.counters import Counters
 from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
 from common.messages import PeerAddress, Register, Role, Sender
 from common.request import Grammar, Incarnation, TokenLogprobs
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
-from kernels.cache import AskedTooMuch, PagedCache
+from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
 from transfer.links import Links
+from transfer.own_channels import receiving_ends, sending_ends
+from transfer.segment import PoolSegment
 from transfer.worker_loop import PureWorker, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class LoadModel(Protocol):
         max_num_seqs: int,
         max_model_len: int | None,
         threads: int,
+        pool_memory: PoolMemory | None,
     ) -> tuple[Path, Runner]: ...
 
 
@@ -128,14 +132,19 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
     threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
-    model, runner = _load(settings, threads, load)
+    segment = PoolSegment()
+    # Only who sends need show its pool, and memory that can be shown may have no huge pages (shmem_enabled).
+    shown = role == "prefill" and settings.transfer != "tcp"
+    model, runner = _load(settings, threads, load, segment.allocate if shown else None)
     runner.prepare_grammars()
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
-    uvloop.run(_serve(settings, role, runner, model, threads, make_node))
+    uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node))
     return 0
 
 
-def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path, Runner]:
+def _load(
+    settings: WorkerSettings, threads: int, load: LoadModel, pool_memory: PoolMemory | None
+) -> tuple[Path, Runner]:
     """Raises ModelCannotBeLoaded with what is wrong, BadConfiguration where that is a flag of ours."""
     try:
         return load(
@@ -148,6 +157,7 @@ def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             threads=threads,
+            pool_memory=pool_memory,
         )
     except AskedTooMuch as error:
         raise BadConfiguration(str(error)) from error
@@ -156,7 +166,13 @@ def _load(settings: WorkerSettings, threads: int, load: LoadModel) -> tuple[Path
 
 
 async def _serve(
-    settings: WorkerSettings, role: Role, runner: Runner, model: Path, threads: int, make_node: MakeNode
+    settings: WorkerSettings,
+    role: Role,
+    runner: Runner,
+    model: Path,
+    segment: PoolSegment,
+    threads: int,
+    make_node: MakeNode,
 ) -> None:
     layout = runner.cache.layout
     me = Sender(settings.worker_id or f"{role}-{os.getpid()}", Incarnation(time.time_ns() // 1000))
@@ -171,22 +187,39 @@ async def _serve(
         tenant_scope=settings.prefix_cache_scope == "tenant",
     )
     node = make_node(core, digest(fingerprint), layout.block_bytes)
-    links = Links(me, node.records.counters, block_bytes=layout.block_bytes)
+    links = _links(settings, role, me, runner.cache, segment, node.records.counters)
     host, _, port = (settings.advertise or "127.0.0.1").rpartition(":")
     address = links.bind(host or port, int(port) if host else None)
-    log.info("takes transfers at %s", address.control)
+    log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))
     loop = WorkerLoop(
         node,
         lambda batch: run_isolating(runner, batch),
         RunnerGrammars(runner),
         runner.cache,
         links,
-        _card(settings, role, runner, address, fingerprint, threads),
+        _card(settings, role, runner, address, links.channels, fingerprint, threads),
         shutdown_timeout_s=settings.shutdown_timeout,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, loop.stop)
     await loop.run(settings.coordinator)
+
+
+def _links(
+    settings: WorkerSettings,
+    role: Role,
+    me: Sender,
+    cache: PagedCache,
+    segment: PoolSegment,
+    counters: Counters,
+) -> Links:
+    """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives."""
+    block_bytes = cache.layout.block_bytes
+    if role == "prefill":
+        ends = sending_ends(settings.transfer, me, cache, segment, block_bytes)
+        return Links(me, counters, block_bytes=block_bytes, sending=ends)
+    receiving = receiving_ends(settings.transfer, me, counters, block_bytes)
+    return Links(me, counters, block_bytes=block_bytes, receiving=receiving)
 
 
 def fingerprint_of(runner: Runner, model: Path) -> Fingerprint:
@@ -204,6 +237,7 @@ def _card(
     role: Role,
     runner: Runner,
     address: PeerAddress,
+    channels: tuple[str, ...],
     fingerprint: Fingerprint,
     threads: int,
 ) -> Register:
@@ -212,7 +246,7 @@ def _card(
         role=role,
         fingerprint=dict(fingerprint),
         address=address,
-        channels=("tcp",),
+        channels=channels,
         blocks_total=runner.cache.num_blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,

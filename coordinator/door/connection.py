@@ -149,6 +149,8 @@ class Connection(HttpToolsProtocol):
             )
         self._all.idle.pop(self, None)
         super().on_headers_complete()
+        # uvicorn stops reading while one waits, and would not see the client leave. Their number is bounded above.
+        self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle

@@ -42,7 +42,7 @@ def check(cluster: VirtualCluster, requests: list[Request], ends: frozenset[str]
 
 def counted(cluster: VirtualCluster, role: str, name: str) -> float:
     workers = [worker for worker in cluster.workers.values() if worker.role == role]
-    return sum(worker.node.records.counters.values.get(name, 0.0) for worker in workers)
+    return sum(worker.node.records.counters.total(name) for worker in workers)
 
 
 def quiet(prefill: int, decode: int, shape: Shape, seed: int = 0) -> VirtualCluster:

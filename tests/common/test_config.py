@@ -153,7 +153,7 @@ def test_a_tier_knows_which_of_its_keys_nothing_acts_on() -> None:
         (["--decode", "0"], ["--decode", "greater than or equal to 1"]),
         (["--kv-cache-memory", "2 parsec"], ["--kv-cache-memory", "2GiB"]),
         (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "finite"]),
-        (["--transfer", "nccl"], ["--transfer nccl", "not in this release"]),
+        (["--transfer", "nccl"], ["--transfer nccl", "not in this release", "auto, shm or tcp"]),
         (["--config", "/nowhere/x.toml"], ["/nowhere/x.toml", "No such file"]),
         (["--worker-timeout", "0.5"], ["--worker-timeout", "--heartbeat-interval"]),
         (["stray"], ["unexpected argument stray"]),

@@ -42,7 +42,9 @@ ID, ATTEMPT = RequestId("r1"), Attempt(3)
 REQUEST = Request(
     ID, pack_ids([1, 2, 3]), SamplingParams(max_tokens=4, logit_bias=((5, -1.5),)), FrontId("f")
 )
-PEER = PeerAddress(WorkerId("decode-0"), Incarnation(9), "tcp://h:1", "tcp://h:2")
+PEER = PeerAddress(
+    WorkerId("decode-0"), Incarnation(9), "tcp://h:1", "tcp://h:2", {"shm": "kvferry-9", "tcp": ""}
+)
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "Register": {
@@ -101,6 +103,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "Accept": {"wanted": (0, 2), "credit_bytes": 10},
     "Block": {"index": 0, "part": 0, "checksum": (1 << 64) - 1, "size": 1000},
+    "Segment": {"worker": "decode-0", "incarnation": 9, "size": 64000, "block_bytes": 1000},
+    "NotMapped": {"reason": "not sealed"},
     "Credit": {"indices": (0, 1)},
     "Nack": {"indices": (1,), "reason": "checksum"},
     "Handover": {

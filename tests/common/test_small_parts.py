@@ -119,6 +119,14 @@ def test_counting_cannot_stop_the_work(amount: float) -> None:
     assert counters.histograms() == {}
 
 
+def test_a_total_is_over_all_labels_of_that_name_alone() -> None:
+    counters = Counters()
+    counters.add("bytes_total", 3.0, channel="tcp")
+    counters.add("bytes_total", 4.0, channel="shm")
+    counters.add("bytes_total_of_another", 5.0)
+    assert (counters.total("bytes_total"), counters.total("none_total")) == (7.0, 0.0)
+
+
 def test_histograms_put_each_sample_in_one_bucket() -> None:
     counters = Counters()
     bounds = HISTOGRAM_BUCKETS["batch_size"]

@@ -52,6 +52,15 @@ def test_the_first_worker_is_held_against_the_coordinators_tokenizer() -> None:
     assert answer == RegistrationRefused("tokenizer", "t", "x")
 
 
+def test_a_worker_that_no_kv_could_reach_is_refused_at_the_door() -> None:
+    here = registry()
+    here.register(replace(card("p0"), channels=("shm",)), me("p0"), 0.0)
+    answer = here.register(card("d0"), me(), 0.0)
+    assert answer == RegistrationRefused("transfer", "shm", "tcp")
+    for name, channels in (("d0", ("shm", "tcp")), ("p1", ("tcp",))):  # of its own role anything goes
+        assert isinstance(here.register(replace(card(name), channels=channels), me(name), 0.0), Registered)
+
+
 def test_a_lost_workers_fingerprint_binds_nobody() -> None:
     here = registry()
     here.register(card("d0"), me(), 0.0)

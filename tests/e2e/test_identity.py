@@ -12,9 +12,9 @@ from tests.e2e.service import Service, serving
 # Within a dtype, all of these must say the same. The first is the one compared with.
 BUILDS: dict[str, list[list[str]]] = {
     "bfloat16": [
-        [],
+        ["--transfer", "shm"],
         ["--prefill", "0", "--threads", "1"],
-        ["--max-num-batched-tokens", "32", "--block-size", "32"],
+        ["--max-num-batched-tokens", "32", "--block-size", "32", "--transfer", "tcp"],
     ],
     "float32": [[], ["--prefill", "0", "--max-num-batched-tokens", "100", "--no-enable-prefix-caching"]],
 }
@@ -44,9 +44,10 @@ def test_every_build_says_the_same(
         memory = ["--kv-cache-memory", "256MiB"]
         with serving(tmp_path / f"{number}.log", "--dtype", dtype, *memory, *flags) as service:
             found = ask_all(service, text_ids)
-            moved = service.metric("kv_transfer_bytes_total")
+            moved = {name: service.metric("kv_transfer_bytes_total", channel=name) for name in ("shm", "tcp")}
         assert all(answer["logprobs"] for answer in found)
-        assert (moved == 0) == ("--prefill" in flags)
+        over = "none" if "--prefill" in flags else "tcp" if "tcp" in flags else "shm"
+        assert [name for name, count in moved.items() if count] == [name for name in moved if name == over]
         wanted = wanted or found
         for one, other in zip(found, wanted, strict=True):
             assert one == other, flags

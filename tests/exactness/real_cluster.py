@@ -146,7 +146,7 @@ class RealCluster(VirtualCluster):
         self.check_idle()
 
     def counted(self, name: str, counter: str) -> float:
-        return self.worker(name).node.records.counters.values.get(counter, 0.0)
+        return self.worker(name).node.records.counters.total(counter)
 
 
 def said(answer: Answer) -> Said:

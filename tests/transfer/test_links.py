@@ -17,8 +17,10 @@ from common.counters import Counters
 from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender
 from common.request import Attempt, Incarnation, RequestId
 from common.wire import encode
+from tests.transfer.bare_pool import BarePool
 from transfer.inbox import identity
 from transfer.links import Links
+from transfer.tcp import TcpReceiving, TcpSending
 
 BLOCK_BYTES = 4096
 KEY = (RequestId("a"), Attempt(1))
@@ -30,7 +32,14 @@ class End:
 
     def __init__(self, name: str) -> None:
         self.me = Sender(name, Incarnation(1))
-        self.links = Links(self.me, Counters(), block_bytes=BLOCK_BYTES)
+        self.pool = BarePool(4, BLOCK_BYTES)
+        self.links = Links(
+            self.me,
+            Counters(),
+            block_bytes=BLOCK_BYTES,
+            sending=[TcpSending(self.pool)],
+            receiving=[TcpReceiving()],
+        )
         self.address = self.links.bind("127.0.0.1", None)
         self.heard: list[tuple[Message, str]] = []
         self.blocks: list[tuple[Block, bytes]] = []
@@ -65,6 +74,7 @@ async def coordinator_and(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Socket
     finally:
         for end in ends:
             await end.links.close()
+            end.pool.close()
         context.destroy(linger=0)
 
 
@@ -89,7 +99,8 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
         async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
             content = bytes(range(256)) * 16
             p.links.to_receiver(d.address, CANCEL)
-            p.links.send_block(d.address, KEY, 3, memoryview(content))
+            p.pool.write_block(2, content)
+            p.links.send_block(d.address, KEY, 3, 2)
             await until(lambda: d.heard and d.blocks)
             assert d.heard == [(CANCEL, "prefill-0")]
             ((header, frame),) = d.blocks

@@ -175,13 +175,18 @@ def test_requests_in_a_row_have_a_limit(tight: Served) -> None:
     assert closed(tight, "pipeline_too_long") == 1
 
 
-def test_who_leaves_with_requests_in_a_row_ends_the_running_one(tight: Served) -> None:
-    tight.gateway.answers(WORD, first_s=5)
-    connection = connect(tight, post({"stream": True}) + HEAD + b"\r\n")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_leaves_with_requests_in_a_row_ends_the_running_one(tight: Served, at_once: bool) -> None:
+    tight.gateway.answers(WORD, first_s=30)
+    more = HEAD + b"\r\n"
+    connection = connect(tight, post({}) + (more if at_once else b""))
     until(lambda: tight.gateway.requests)
     asked = tight.gateway.requests[0].request_id
+    if not at_once:
+        connection.sendall(more)
+        time.sleep(0.1)
     connection.close()
-    until(lambda: (asked, "the client left") in [end[:2] for end in tight.gateway.cancelled], within_s=1)
+    until(lambda: (asked, "the client left") in [end[:2] for end in tight.gateway.cancelled])
 
 
 def test_a_head_behind_a_running_request_is_counted_too(tight: Served) -> None:

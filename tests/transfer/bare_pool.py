@@ -1,0 +1,59 @@
+"""A pool without a model: the bytes of its blocks, in a segment that other processes may map, and no torch."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+from common.counters import Counters
+from common.messages import ChannelName, Sender
+from transfer.channel import ReceivingEnd, SendingEnd
+from transfer.own_channels import receiving_ends, sending_ends
+from transfer.segment import PoolSegment
+
+CHANNELS: tuple[ChannelName, ...] = ("tcp", "shm")
+
+
+class BarePool:
+    """`fill` puts bytes into block i that are a function of i and `what`, and of nothing else."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.segment = PoolSegment()
+        memory = self.segment.allocate(num_blocks * block_bytes)
+        assert memory is not None, self.segment.fault
+        self._memory = memory
+        self._bytes = memoryview(memory)
+        zeros = bytes(block_bytes)
+        for block in range(num_blocks):  # touches every page now, as the real one does
+            self.write_block(block, zeros)
+
+    def host_block(self, block: int) -> memoryview:
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def block_bytes_view(self, block: int) -> memoryview:
+        return self.host_block(block)
+
+    def write_block(self, block: int, data: bytes | memoryview) -> None:
+        self.host_block(block)[:] = data
+
+    def fill(self, what: str = "") -> None:
+        for block in range(self.num_blocks):
+            self.write_block(block, content_of(block, self.block_bytes, what))
+
+    def sending(self, transfer: str, me: Sender) -> list[SendingEnd]:
+        return list(sending_ends(transfer, me, self, self.segment, self.block_bytes))
+
+    def receiving(self, transfer: str, me: Sender, counters: Counters) -> list[ReceivingEnd]:
+        return list(receiving_ends(transfer, me, counters, self.block_bytes))
+
+    def close(self) -> None:
+        self.segment.close()
+        self._bytes.release()
+        self._memory.close()
+
+
+@lru_cache(maxsize=64)
+def content_of(block: int, block_bytes: int, what: str = "") -> bytes:
+    return random.Random(f"{block} {what}").randbytes(block_bytes)
