@@ -1,8 +1,8 @@
 """The OpenAPI 3.1 document of the HTTP API: what is accepted, what is answered, and when. Pure.
 
 Bodies come from the pydantic models that read them (`openai/schema`, `openai/neutral_fields`), narrowed by what this
-server serves: model names, tiers, its vocabulary, its context. Answers come from `docs/answers`, errors from the tree in
-`common.errors`. Nothing but routes, examples and sentences is written here.
+server serves: model names, tiers, its vocabulary, its context. Answers come from `docs/answers`, errors from the tree
+in `common.errors`. Nothing but routes, examples and sentences is written here.
 
 What a schema cannot say is said in words: lengths in bytes, rules between two fields, how a body is read.
 """
