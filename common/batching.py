@@ -25,6 +25,9 @@ from common.prefix import extend_chain, seed_hash
 from common.request import Attempt, Key, Request, SamplingParams, TokenLogprobs, unpack_ids
 
 NO_SLOT = -1
+SCORED_COST = 3
+"""What a prompt token takes of a step's budget whose log-probability is to be said, in tokens that are computed only:
+the output head and the search for the best took twice as long as the layers of the default model."""
 
 
 class Sequence:
@@ -294,6 +297,13 @@ class BatchingCore:
         batch.token_ids += seq.tokens[start : start + count]
         batch.scores |= seq.owes_scores
         seq.in_batch = True
+
+    def add_chunk(self, seq: Sequence, budget: int) -> int:
+        """As many of the tokens left to `seq` as `budget` pays for, and one at least. Returns the rest of it."""
+        cost = SCORED_COST if seq.owes_scores else 1
+        count = min(seq.left, max(1, budget // cost))
+        self.add_row(seq, count)
+        return budget - count * cost
 
     def add_decode_rows(self, seqs: Seq[Sequence]) -> None:
         """The same for sequences with one token left each, in one go."""

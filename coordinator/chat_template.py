@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -119,6 +120,16 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _line_of(error: Exception) -> int | str:
+    """The template's line that raised."""
+    lines = [
+        number
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == "<template>"
+    ]
+    return lines[-1] if lines else "?"
+
+
 class ChatTemplate:
     """One compiled template, and another for chats with tools where a model has two. `special_tokens` are the names it
     may use: `bos_token`, `eos_token` …
@@ -153,7 +164,8 @@ class ChatTemplate:
             ) from refusal
         except Exception as error:
             # A template is a program, and may fail with whatever Python raises.
-            log.warning("the chat template failed with %s: %s", type(error).__name__, error)
+            # Its words may quote a message, which is for no log: its kind and the template's line have to do.
+            log.warning("the chat template failed with %s in line %s", type(error).__name__, _line_of(error))
             raise BadRequest(
                 "The model's chat template cannot render these messages.",
                 param="messages",

@@ -242,6 +242,9 @@ class ControlPlane:
         if stream is None:
             return
         stream.ended(choice)
+        queued = self._cluster.tracker.queue_wait(request_id, time.monotonic())
+        if queued is not None and choice == 0:  # one for each request, however many choices
+            self._metrics.observe(self._metrics.queue_time, *queued)
         if stream.over:
             limit = self._limits.pop(stream, None)
             if limit is not None:

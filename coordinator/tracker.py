@@ -131,6 +131,13 @@ class Tracker:
             tracked.ends.append((worker, ended))
             del tracked.ends[:-32]
 
+    def queue_wait(self, request_id: RequestId, now: float) -> tuple[str, float] | None:
+        """A request's tier and its seconds in the queue, all visits together."""
+        tracked = self._live.get(request_id) or self._recent.get(request_id)
+        return (
+            None if tracked is None else (tracked.request.tier, tracked.life.seconds_in(Phase.WAITING, now))
+        )
+
     def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
         tracked = self._live.get(request_id) or self._recent.get(request_id)
         return None if tracked is None else _timeline(tracked, now)

@@ -248,9 +248,7 @@ class DecodeScheduler:
         for seq in self._prefilling:
             if budget <= 0:
                 return
-            count = min(seq.left, budget)
-            self._core.add_row(seq, count)
-            budget -= count
+            budget = self._core.add_chunk(seq, budget)
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to

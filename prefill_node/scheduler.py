@@ -80,9 +80,7 @@ class PrefillScheduler:
         for seq in self._prefilling:
             if budget <= 0:
                 break
-            count = min(seq.left, budget)
-            self._core.add_row(seq, count)
-            budget -= count
+            budget = self._core.add_chunk(seq, budget)
         return self._core.take_batch()
 
     def _admit(self, now: float) -> None:

@@ -34,8 +34,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise BadRequest("The body holds a number that is too long.", code="invalid_json") from error
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_json")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
+        raise _too_deep()
     return value
 
 
@@ -51,9 +51,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check_depth(value: Any) -> None:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether lists and objects lie in each other more than so many times."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(levels):
         level = [
             child
             for parent in level
@@ -61,8 +62,8 @@ def _check_depth(value: Any) -> None:
             if isinstance(child, (dict, list))
         ]
         if not level:
-            return
-    raise _too_deep()
+            return False
+    return True
 
 
 def _too_deep() -> BadRequest:

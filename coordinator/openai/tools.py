@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, StringConstraints, Tag
 
+from coordinator.door.json_body import MAX_DEPTH, deeper_than
 from coordinator.errors_http import shown
 from coordinator.openai.fields import UNSUPPORTED, Fields, Label, problem, refusal, whole_text
 
@@ -101,6 +102,8 @@ def read_arguments(text: str) -> dict[str, Any]:
         raise problem("is not JSON") from error
     if not isinstance(value, dict):
         raise problem("must be a JSON object, written as a string")
+    if deeper_than(value, MAX_DEPTH):
+        raise problem(f"is nested more than {MAX_DEPTH} levels deep")
     json_bytes(value)
     return value
 

@@ -32,6 +32,13 @@ def test_what_templates_on_the_hub_use() -> None:
     assert rendered == '<s>{"role": "user", "content": "<é>"}20TrueTrue'
 
 
+def test_the_log_of_a_failure_names_the_line_and_quotes_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate("{% for m in messages %}\n{{ {}[m['content']].x }}{% endfor %}", {})
+    with pytest.raises(BadRequest):
+        template.render(Chat([{"role": "user", "content": "SECRET"}]))
+    assert "UndefinedError in line 2" in caplog.text and "SECRET" not in caplog.text
+
+
 def test_a_refusal_keeps_its_reason() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(BadRequest, match="roles must alternate") as refused:

@@ -292,6 +292,12 @@ def test_a_forced_call_goes_to_the_workers_as_a_grammar(house: House) -> None:
     assert house.gateway.requests[-1].sampling.grammar is None
 
 
+def called_with(arguments: str) -> dict[str, Any]:
+    """An assistant's message with one call."""
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
@@ -341,6 +347,14 @@ def test_a_forced_call_goes_to_the_workers_as_a_grammar(house: House) -> None:
             "tools[0].function.parameters",
         ),
         ({"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
+        *(
+            (
+                {"messages": [{"role": "user", "content": "x"}, called_with(arguments)]},
+                400,
+                "messages[1].tool_calls[0].function.arguments",
+            )
+            for arguments in ("{", "[]", '{"a": ' * 40 + "1" + "}" * 40, '{"a": ' * 978 + "1" + "}" * 978)
+        ),
     ],
 )
 def test_what_is_refused(client: httpx.Client, fields: dict[str, Any], status: int, param: str) -> None:

@@ -98,6 +98,9 @@ def test_the_timeline_of_a_request(service: Service) -> None:
     assert parts["prefill-0"]["seconds"]["prefilling"] > 0
     assert parts["decode-0"]["seconds"]["decoding"] > 0
     assert found["output_tokens"] == 6 and found["coordinator_seconds"]["decoding"] > 0
+    waited = found["coordinator_seconds"]["waiting"]
+    assert service.metric("request_queue_time_seconds_count") >= 1
+    assert service.metric("request_queue_time_seconds_sum") >= waited
 
 
 # ---------------------------------------------------------------- clients
