@@ -125,6 +125,7 @@ class Generation:
     ) -> None:
         """Ends with the work, or ends it when the connection is gone: closed by the client, or by a limit."""
         left = out.watch = asyncio.create_task(until_disconnect(receive))
+        comments: list[asyncio.Task[None]] = []  # the latest, if any
         try:
             while not work.done():
                 limit_s = self._kitchen.limits.keep_alive_s
@@ -136,23 +137,23 @@ class Generation:
                     self._leaving = f"its connection was cut: {dropped}" if dropped else "the client left"
                     self._left()
                     return
-                await self._keep_alive(out)
+                if self._wants_comment(out):
+                    # Not written here: a socket may be full for long, and a client that leaves meanwhile must be seen.
+                    comments = [asyncio.create_task(out.comment())]
         finally:
             out.watch = None
-            left.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
+            for task in (left, work, *comments):
+                task.cancel()  # does nothing to one that is done
+            await asyncio.gather(work, left, *comments, return_exceptions=True)
         work.result()
 
-    async def _keep_alive(self, out: ResponseWriter) -> None:
+    def _wants_comment(self, out: ResponseWriter) -> bool:
         job = self._job
         quiet_s = time.monotonic() - out.last_write_s
         if job is None or not job.stream or out.writing or out.ended:
-            return
+            return False
         # A request in the queue may yet be refused, and should be so with a status.
-        if self._phase_now() != Phase.WAITING and quiet_s >= self._kitchen.limits.keep_alive_s:
-            await out.comment()
+        return self._phase_now() != Phase.WAITING and quiet_s >= self._kitchen.limits.keep_alive_s
 
     def _phase_now(self) -> str:
         """As the cluster sees it; as the front does, where the cluster does not know the request (yet)."""

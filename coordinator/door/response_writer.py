@@ -24,6 +24,9 @@ COMMENT = b": waiting\n\n"
 class ResponseWriter:
     """`status` is 0 until the status line is out. `writing` while the client's socket is full.
 
+    Several tasks may write: one at a time, in the order in which they asked. Any of them may be cancelled while it
+    waits, and what it had not yet sent is then not sent.
+
     `watch` is a task that ends when the client has left. Sending to nobody returns at once, so a write after that
     waits for whoever holds the watch to end the writing task: an answer is not brought to its end for nobody.
     """
@@ -33,28 +36,43 @@ class ResponseWriter:
         self._streaming = False
         self.status = 0
         self.ended = False
-        self.writing = False
+        self._turn = asyncio.Lock()
         self.watch: asyncio.Task[None] | None = None
         self.last_write_s = time.monotonic()
 
+    @property
+    def writing(self) -> bool:
+        return self._turn.locked()
+
     async def whole(self, body: bytes, content_type: bytes = b"application/json") -> None:
         headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-        await self._start(200, headers)
-        await self._body(body, more=False)
+        async with self._turn:
+            await self._start(200, headers)
+            await self._body(body, more=False)
 
     async def events(self, data: bytes, more: bool = True) -> None:
         """Events of a stream, which begins with the first of them."""
-        if not self.status:
-            self._streaming = True
-            await self._start(200, STREAM_HEADERS)
-        await self._body(data, more)
+        async with self._turn:
+            await self._events(data, more)
 
     async def comment(self) -> None:
         """Keeps the connection alive in the eyes of proxies. Clients skip it."""
-        await self.events(COMMENT)
+        async with self._turn:
+            if not self.ended:
+                await self._events(COMMENT, more=True)
 
     async def error(self, error: KvferryError, unread: Receive | None = None) -> None:
         """`unread` is given when the request's body has not been read to its end: the connection is closed."""
+        async with self._turn:
+            await self._error(error, unread)
+
+    async def _events(self, data: bytes, more: bool) -> None:
+        if not self.status:
+            await self._start(200, STREAM_HEADERS)
+            self._streaming = True
+        await self._body(data, more)
+
+    async def _error(self, error: KvferryError, unread: Receive | None) -> None:
         body = error_object(error)
         if not self.status:
             headers = error_headers(error, body)
@@ -70,14 +88,12 @@ class ResponseWriter:
             await self._body(b"event: error\ndata: " + body + b"\n\n", more=False)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
 
     async def _body(self, data: bytes, more: bool) -> None:
         self.ended = not more
-        self.writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         if self.watch is not None and self.watch.done():
             await asyncio.get_running_loop().create_future()
         self.last_write_s = time.monotonic()
-        self.writing = False

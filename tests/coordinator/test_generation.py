@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from common.errors import DeadlinePassed, RequestFailed
+from coordinator.door.connection import DROPPED
+from coordinator.http_api import create_app
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.conftest import LIMITS
-from tests.coordinator.scripted_gateway import Served
+from tests.coordinator.scripted_gateway import ScriptedGateway, Served
 
 TEXT: dict[str, Any] = {"model": "smol", "prompt": "hi"}
 WORD = 260  # " the"
@@ -287,3 +291,49 @@ def test_many_clients_at_once_end_where_they_began(served: Served) -> None:
         thread.join()
     eventually(lambda: len(served.gateway.cancelled) == 20)
     assert whole == [102] * 20
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_client_that_leaves_while_a_comment_waits_for_it(tokenizer: Tokenizer, cut: bool) -> None:
+    """Its socket is full and nothing is generated. Its place and its blocks are free soon after it has gone."""
+    gateway = ScriptedGateway()
+    gateway.answers(WORD, WORD, gap_s=60)
+    limits = replace(LIMITS, keep_alive_s=0.05)
+    app = create_app(gateway, tokenizer, gateway.metrics, served_models=("smol",), limits=limits)
+    body = json.dumps(TEXT | {"stream": True}).encode()
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "headers": [],
+        "state": {},
+    }
+
+    async def until_it_ends() -> None:
+        gone, waits = asyncio.Event(), asyncio.Event()
+        unread = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            if unread:
+                return unread.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            """Returns when the connection is gone, as uvicorn's does."""
+            if message.get("body", b"").startswith(b":"):
+                waits.set()
+                await gone.wait()
+
+        serving = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.wait_for(waits.wait(), 5)
+        if cut:
+            scope["state"][DROPPED] = "write_timeout"
+        gone.set()
+        await asyncio.wait_for(serving, 5)
+
+    asyncio.run(until_it_ends())
+    reason = "its connection was cut: write_timeout" if cut else "the client left"
+    assert [end[1] for end in gateway.cancelled] == [reason]
