@@ -1,8 +1,10 @@
 """One client's connection, with the limits that uvicorn's protocol has not.
 
+    handshake  of TLS must be over in `head_timeout_s`, too; until then it is a `Handshake`, which counts as idle
     head       must be whole `head_timeout_s` after its first byte (or after the connection was made) and no longer
                than MAX_HEAD_BYTES: who connects and says nothing, or a byte a second, holds a place for that long
-    pipeline   at most MAX_PIPELINED requests may wait for the one that is being answered
+    pipeline   at most MAX_PIPELINED requests may wait for the one that is being answered, with bodies that together
+               are no larger than one body may be
     answer     when the client's socket is full, something must go out every `write_timeout_s`, also while the
                connection is being closed: else it is cut, as closing waits for a client that never reads
     number     over `max_connections` the one that has been idle longest makes room; if none is idle, the new one
@@ -15,6 +17,7 @@ size), so what one connection holds in this process is one write of the app.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from common.errors import BadRequest, DeadlinePassed, KvferryError, NoWorker
+from coordinator.door.handshake import Handshake
 from coordinator.door.limits import Limits
 from coordinator.errors_http import HeadTooLarge, code_of, error_headers, error_object
 
@@ -35,12 +39,16 @@ DROPPED = "kvferry.dropped"
 
 
 class Connections:
-    """All connections of one server. `closed(reason)` is told of each that we end."""
+    """All connections of one server, over TLS if there is a context. `closed(reason)` is told of each that we end."""
 
-    def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
+    def __init__(
+        self, limits: Limits, closed: Callable[[str], None], tls: ssl.SSLContext | None = None
+    ) -> None:
         self.limits = limits
         self.closed = closed
-        self.idle: dict[Connection, None] = {}  # without a request in progress, longest first
+        self._tls = tls
+        self.handshakes: dict[Connection, Handshake] = {}  # of those that are not made yet
+        self.idle: dict[Connection | Handshake, None] = {}  # without a request in progress, longest first
 
     def make(
         self,
@@ -48,13 +56,14 @@ class Connections:
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> Connection:
+    ) -> Connection | Handshake:
         """In the place of a protocol class: uvicorn calls it for each connection."""
-        return Connection(self, config, server_state, app_state, _loop)
+        connection = Connection(self, config, server_state, app_state, _loop)
+        return connection if self._tls is None else Handshake(self, connection, self._tls)
 
-    def make_room(self, open_now: int) -> bool:
-        """False when there is no place for one more than `open_now`."""
-        if open_now <= self.limits.max_connections:
+    def make_room(self, connection: Connection) -> bool:
+        """False when this one, which is counted already, has no place."""
+        if len(connection.connections) + len(self.handshakes) <= self.limits.max_connections:
             return True
         longest_idle = next(iter(self.idle), None)
         if longest_idle is None:
@@ -87,9 +96,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self in self._all.handshakes:
+            self._all.handshakes[self].over()
         # Of one byte: with none, uvloop's TLS would take an empty buffer for a full one.
         transport.set_write_buffer_limits(high=1, low=0)
-        if not self._all.make_room(len(self.connections)):
+        if not self._all.make_room(self):
             self._refuse(NoWorker("Too many connections are open.", code="too_many_connections"))
             return
         self._all.idle[self] = None
@@ -144,13 +155,19 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise BadRequest(
-                "Too many requests in a row without waiting for an answer.", code="pipeline_too_long"
-            )
+            raise _pipeline_too_long()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
-        # uvicorn stops reading while one waits, and would not see the client leave. Their number is bounded above.
+        # uvicorn stops reading while one waits, and would not see the client leave. They are bounded here instead.
         self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.pipeline:  # it is of the newest, which waits
+            waiting_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+            if waiting_bytes > self._all.limits.max_body_bytes:
+                raise _pipeline_too_long()
+            self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -234,3 +251,7 @@ class Connection(HttpToolsProtocol):
 
 def _head_too_large() -> KvferryError:
     return HeadTooLarge(f"The head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large")
+
+
+def _pipeline_too_long() -> KvferryError:
+    return BadRequest("Too much was sent without waiting for an answer.", code="pipeline_too_long")

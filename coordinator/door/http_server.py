@@ -66,7 +66,7 @@ def make_server(
     logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
     config = uvicorn.Config(
         app,
-        http=Connections(limits, connection_closed).make,  # type: ignore[arg-type]  # is called like a class
+        http=Connections(limits, connection_closed, tls).make,  # type: ignore[arg-type]  # is called like a class
         ws="none",
         lifespan="off",
         access_log=False,  # one line for each request is logged by `Generation`, with what it cost
@@ -74,7 +74,6 @@ def make_server(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=IDLE_KEEP_ALIVE_S,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     return uvicorn.Server(config)
 

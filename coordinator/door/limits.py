@@ -1,7 +1,8 @@
 """What the clients together may take of the front, and so what its memory is bounded by. Pure.
 
     one connection without a request      a head of 64 KiB and one read of 256 KiB
-    one request whose body is arriving    max_body_bytes, twice while its parts are joined
+    one request whose body is arriving    max_body_bytes, twice while its parts are joined; the same again for the
+                                          bodies of those that its client sent behind it
     one request that waits or is answered its prompt; then either
         a stream                          max_buffered_bytes of tokens that wait, as Python objects; one write, which
                                           is the text of one delta; SEND_BUFFER_BYTES in the system, which doubles it
@@ -12,7 +13,7 @@ The front holds at most `max_connections` of the first and `max_concurrent_reque
     max_connections × 320 KiB + max_concurrent_requests × (max_buffered_bytes + prompt + one write)
 
 beside what the process has when idle, and max_connections × 2 × SEND_BUFFER_BYTES of the system's memory. Under TLS add
-64 KiB per connection. None of it grows with time: a head, a body, and a write that stalls each have their limit.
+64 KiB per connection, from its first byte on. None of it grows with time: a head, a body, and a write that stalls each have their limit.
 """
 
 from __future__ import annotations

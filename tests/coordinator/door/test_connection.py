@@ -189,6 +189,34 @@ def test_who_leaves_with_requests_in_a_row_ends_the_running_one(tight: Served, a
     until(lambda: (asked, "the client left") in [end[:2] for end in tight.gateway.cancelled])
 
 
+def body_of(num_bytes: int) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_bytes
+
+
+def test_who_leaves_with_a_large_body_behind_its_running_request_is_noticed(tight: Served) -> None:
+    tight.gateway.answers(WORD, first_s=30)
+    connection = connect(tight, post({}) + body_of(600_000) + b"x" * 500_000)
+    until(lambda: tight.gateway.requests)
+    time.sleep(0.2)
+    connection.close()
+    until(lambda: tight.gateway.cancelled, within_s=1)
+
+
+def test_bodies_behind_a_running_request_are_bounded(tight: Served) -> None:
+    tight.gateway.answers(WORD, first_s=30)
+    before = closed(tight, "pipeline_too_long")
+    size = LIMITS.max_body_bytes // 2
+    connection = connect(tight, post({}))
+    with pytest.raises(OSError):
+        for _ in range(3):
+            connection.sendall(body_of(size) + b"x" * size)
+            time.sleep(0.1)
+        connection.recv(1)
+        raise ConnectionResetError
+    assert closed(tight, "pipeline_too_long") == before + 1
+    until(lambda: tight.gateway.cancelled)
+
+
 def test_a_head_behind_a_running_request_is_counted_too(tight: Served) -> None:
     tight.gateway.answers(WORD, first_s=5)
     connection = connect(tight, post({}) + HEAD + b"x-a: ")
