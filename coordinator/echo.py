@@ -16,6 +16,8 @@ from coordinator.gateway import TokenDelta
 
 PIECE_TOKENS = 256
 """Scored tokens in one piece: twenty alternatives to each of a whole prompt would be one event of megabytes."""
+PIECE_CHARS = 16384
+"""Of a piece without scores: a stream's writes are no larger than a few of these."""
 
 Shown = list[tuple[int, Piece]]
 """Choices and what they show, in order."""
@@ -30,13 +32,19 @@ class EchoedPrompt:
     offsets: Sequence[int]
 
 
-def echoed_prompt(ids: Sequence[int], given: str | None, token_bytes: Callable[[int], bytes]) -> EchoedPrompt:
+def echoed_prompt(
+    ids: Sequence[int], given: str | None, token_bytes: Callable[[int], bytes], *, scored: bool = True
+) -> EchoedPrompt:
     """`given` is the text of a prompt that was not given as ids; special tokens are shown as they are written.
+    Without log-probabilities nobody asks for offsets, and there are none.
 
     Offsets come from the tokens' own bytes. A tokenizer that puts a beginning token or a space before the text has
     more of those than `given`: what is too much lies at offset 0. One that rewrites the text itself (NFC) makes
     offsets approximate.
     """
+    if not scored:
+        text = b"".join(map(token_bytes, ids)).decode("utf-8", "replace") if given is None else given
+        return EchoedPrompt(text, ids, ())
     detokenizer = Detokenizer(token_bytes)
     text = ""
     offsets = []
@@ -84,7 +92,8 @@ class Echo:
 
     def _pieces(self, prompt: EchoedPrompt, logprobs: list[TokenLogprobs]) -> list[Piece]:
         if not self._scored:
-            return [Piece(prompt.text)] if prompt.text else []
+            places = range(0, len(prompt.text), PIECE_CHARS)
+            return [Piece(prompt.text[at : at + PIECE_CHARS]) for at in places]
         told = [None, *(finite(one) for one in logprobs)]
         tokens = [
             ScoredToken(id, one, offset)

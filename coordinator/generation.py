@@ -45,12 +45,15 @@ from coordinator.openai.shapes import (
     whole_choice,
 )
 from coordinator.request_builder import Job, RequestBuilder
+from coordinator.streams import NothingToSay
 from coordinator.tokenizer import Tokenizer
 
 log = logging.getLogger("kvferry.http")
 
-LARGE_TOKENS = 512
-"""Scored tokens of a whole answer above which it is written in a thread, so that streams go on."""
+LARGE_CHARS = 8192
+"""Of a whole answer above which it is read for calls and written in a thread, so that streams go on."""
+CHARS_PER_SCORED_TOKEN = 16
+"""What writing one costs, in that of text."""
 LARGE_BYTES = 1 << 16
 """Of events that become due at once: more than that leaves in turns with other requests."""
 
@@ -170,7 +173,11 @@ class Generation:
         self._answers = self._answers_to(job)
         if job.echoed:
             self._echo = Echo(job.echoed, job.leaders, job.request.sampling.logprobs is not None)
-        stream = await kitchen.gateway.submit(job.requests)
+        stream: TokenStream
+        if job.needs_workers:
+            stream = await kitchen.gateway.submit(job.requests)
+        else:
+            stream = NothingToSay([request.request_id for request in job.requests])
         self._phase = Phase.PREFILLING
         self._meter = kitchen.metrics.meter(job.request.tier, self._arrival.started_s)
         try:
@@ -215,10 +222,11 @@ class Generation:
             self._heading(job), self._kitchen.tokenizer.token_bytes, job.include_usage, job.tools
         )
         data = b"".join([shape.begin(choice) for choice in range(len(answers))])
-        data += b"".join([shape.piece(*one) for one in self._echo.begin()] if self._echo else [])
+        begun = self._echo.begin() if self._echo else []
         unfinished = len(answers)
         while unfinished:
             choice, shown = await self._next(stream, job)
+            begun, shown = [], begun + shown
             for one in shown:
                 data += shape.piece(*one)
                 if len(data) > LARGE_BYTES:
@@ -241,27 +249,30 @@ class Generation:
         assert self._meter is not None
         answers, meter = self._answers, self._meter
         pieces: list[list[Piece]] = [[] for _ in answers]
-        for choice, piece in self._echo.begin() if self._echo else ():
-            pieces[choice].append(piece)
+        begun = self._echo.begin() if self._echo else []
+        chars = 0
         unfinished = len(answers)
         while unfinished:
             before = meter.num_tokens
             choice, shown = await self._next(stream, job)
+            begun, shown = [], begun + shown
             for shows, piece in shown:
                 pieces[shows].append(piece)
+                chars += len(piece.text) + CHARS_PER_SCORED_TOKEN * len(piece.tokens)
             unfinished -= answers[choice].finish is not None
             if meter.num_tokens > before:
                 meter.token_out(time.monotonic(), choice)
-        choices = [
-            whole_choice(of, str(answer.finish), request.sampling.logprobs is not None)
-            for of, answer, request in zip(pieces, answers, job.requests, strict=True)
-        ]
-        whole = Whole(self._heading(job), choices, self._usage(job), job.tools)
-        respond, token_bytes = self._surface.respond, self._kitchen.tokenizer.token_bytes
-        if sum(len(choice.tokens) for choice in choices) > LARGE_TOKENS:
-            await out.whole(await asyncio.to_thread(respond, whole, token_bytes))
-        else:
-            await out.whole(respond(whole, token_bytes))
+        heading, total = self._heading(job), self._usage(job)
+
+        def respond() -> bytes:
+            choices = [
+                whole_choice(of, str(answer.finish), request.sampling.logprobs is not None)
+                for of, answer, request in zip(pieces, answers, job.requests, strict=True)
+            ]
+            whole = Whole(heading, choices, total, job.tools)
+            return self._surface.respond(whole, self._kitchen.tokenizer.token_bytes)
+
+        await out.whole(respond() if chars <= LARGE_CHARS else await asyncio.to_thread(respond))
         self._finished()
 
     def _heading(self, job: Job) -> Heading:

@@ -11,10 +11,12 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
 from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids, unpack_ids
+from coordinator.answer_size import check_echoed_bytes, check_echoed_logprobs, check_whole, most_tokens
 from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
@@ -28,13 +30,11 @@ from coordinator.openai.schema import (
 )
 from coordinator.openai.schema_keywords import first_fault
 from coordinator.structured_output import StructuredOutput
-from coordinator.tokenizer import Tokenizer
+from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from coordinator.tools.families import FAMILIES, Family
 from coordinator.tools.use import ToolUse, tool_use
 
 DEFAULT_TEXT_MAX_TOKENS = 16
-MAX_ECHOED_LOGPROBS = 1 << 18
-"""Over all choices of a request: a prompt of 12,000 tokens with twenty alternatives each, some 6 MB of answer."""
 NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
 
 
@@ -57,6 +57,11 @@ class Job:
     def request(self) -> Request:
         """The first choice, whose id stands for all."""
         return self.requests[0]
+
+    @property
+    def needs_workers(self) -> bool:
+        """Not where prompts are shown as they came and nothing else is wanted."""
+        return not self.empty or self.request.sampling.prompt_logprobs is not None
 
     @property
     def leaders(self) -> list[int]:
@@ -114,7 +119,12 @@ class RequestBuilder:
         asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
         room = _room(len(ids), context, "messages")
-        max_tokens = room if asked is None else _fitting(asked, len(ids), context, field)
+        most = most_tokens(fields.n, fields.num_logprobs, fields.stream)
+        if asked is None:
+            max_tokens = room if most is None else min(room, most)
+        else:
+            max_tokens = _fitting(asked, len(ids), context, field)
+            check_whole(max_tokens, most, field)
         job = self._job("chatcmpl", fields, [(ids, max_tokens)], fields.num_logprobs, tenant)
         return job if tools is None else job.with_tools(tools)
 
@@ -134,31 +144,35 @@ class RequestBuilder:
         given: Sequence[str | list[int]] = fields.prompt
         for index, prompt in enumerate(given):
             place = "prompt" if len(fields.prompt) == 1 else f"prompt[{index}]"
-            ids = await self._prompt_ids(prompt, place, context)
+            ids = await self._prompt_ids(fields, prompt, place, context)
             prompts.append((ids, _text_max_tokens(fields, len(ids), context, place)))
             await asyncio.sleep(0)  # many small ones are as much work as a large one, which has a thread
         job = self._job("cmpl", fields, prompts, fields.num_logprobs, tenant)
-        return self._echoing(job, fields) if fields.echo else job
+        return await self._echoing(job, fields) if fields.echo else job
 
-    def _echoing(self, job: Job, fields: TextFields) -> Job:
+    async def _echoing(self, job: Job, fields: TextFields) -> Job:
         """The first choice of each prompt is asked for its log-probabilities, and all show them."""
-        shown = sum(request.prompt_tokens for request in job.requests) * (1 + (fields.logprobs or 0))
-        if fields.logprobs is not None and shown > MAX_ECHOED_LOGPROBS:
-            raise BadRequest(
-                f"logprobs: with echo that is {shown} log-probabilities of prompts, and one answer shows at most "
-                f"{MAX_ECHOED_LOGPROBS}. Lower logprobs or n, or send fewer prompts.",
-                param="logprobs",
-                code="invalid_value",
-            )
+        scored = fields.logprobs is not None
+        if scored:
+            tokens = sum(request.prompt_tokens for request in job.requests)
+            check_echoed_logprobs(tokens * (1 + (fields.logprobs or 0)))
         requests = list(job.requests)
         for choice in job.leaders:
             sampling = replace(requests[choice].sampling, prompt_logprobs=fields.logprobs)
             requests[choice] = replace(requests[choice], sampling=sampling)
         echoed: list[EchoedPrompt] = []
+        num_bytes = 0
+        token_bytes = self._tokenizer.token_bytes
         for choice, prompt in zip(job.leaders, fields.prompt, strict=True):
             ids = unpack_ids(requests[choice].prompt_ids)
             given = prompt if isinstance(prompt, str) else None
-            echoed += [echoed_prompt(ids, given, self._tokenizer.token_bytes)] * fields.n
+            size = sum(len(token_bytes(id)) for id in ids) if given is None else len(given.encode())
+            num_bytes += fields.n * size
+            check_echoed_bytes(num_bytes)
+            make = partial(echoed_prompt, ids, given, token_bytes, scored=scored)
+            one = await self._tokenizer.off_the_loop(CHARS_PER_TOKEN * len(ids) if scored else 0, make)
+            echoed += [one] * fields.n
+            await asyncio.sleep(0)
         return replace(job, requests=tuple(requests), echoed=tuple(echoed), empty=fields.max_tokens == 0)
 
     def _check(self, fields: CompletionFields) -> int:
@@ -166,14 +180,16 @@ class RequestBuilder:
         if fields.model not in self._served_models:
             raise model_not_found(fields.model, self._served_models)
         self._tier(fields)
-        self._check_ids(fields.stop_token_ids, "stop_token_ids")
+        self._tokenizer.check_ids(fields.stop_token_ids, "stop_token_ids")
         self._logit_bias(fields)
         context = self._gateway.max_model_len()
         if context is None:
             raise NoWorker(self._gateway.health() or "No worker is registered yet.", code="no_worker")
         return context
 
-    async def _prompt_ids(self, prompt: str | list[int], place: str, context: int) -> list[int]:
+    async def _prompt_ids(
+        self, fields: TextFields, prompt: str | list[int], place: str, context: int
+    ) -> list[int]:
         if isinstance(prompt, str):
             ids = await self._tokenizer.encode(prompt, context)
             if not ids:
@@ -181,8 +197,8 @@ class RequestBuilder:
                     f"{place}: is empty; give at least one token.", param="prompt", code="invalid_value"
                 )
             return ids
-        _room(len(prompt), context, place)
-        self._check_ids(prompt, place)
+        _text_room(fields, len(prompt), context, place)
+        self._tokenizer.check_ids(prompt, place)
         return prompt
 
     async def _check_form(self, fields: CompletionFields) -> None:
@@ -216,16 +232,6 @@ class RequestBuilder:
                     place = f"tools[{index}].function.parameters"
                     raise BadRequest(f"{place}: {fault}.", param=place, code="invalid_value")
         await self.structured.check(grammar, "tools")
-
-    def _check_ids(self, ids: Sequence[int], field: str) -> None:
-        size = self._tokenizer.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < size):
-            index = next(index for index, id in enumerate(ids) if not 0 <= id < size)
-            raise BadRequest(
-                f"{field}[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
-                param=field.split("[")[0],
-                code="invalid_value",
-            )
 
     def _logit_bias(self, fields: CompletionFields) -> tuple[tuple[int, float], ...]:
         biases = {}
@@ -328,19 +334,32 @@ def _choices(first: Request, id: RequestId, place: int, n: int) -> list[Request]
 
 
 def _text_max_tokens(fields: TextFields, prompt_tokens: int, context: int, place: str) -> int:
-    room = _room(prompt_tokens, context, place)
-    if fields.max_tokens is None:
-        return min(DEFAULT_TEXT_MAX_TOKENS, room)
-    # Of no token at all, a worker computes one, which is not shown.
-    return _fitting(max(1, fields.max_tokens), prompt_tokens, context, "max_tokens")
+    room = _text_room(fields, prompt_tokens, context, place)
+    if not fields.max_tokens:
+        # Of no token at all, a worker computes one, which is not shown.
+        return 1 if fields.max_tokens == 0 else min(DEFAULT_TEXT_MAX_TOKENS, room)
+    max_tokens = _fitting(fields.max_tokens, prompt_tokens, context, "max_tokens")
+    most = most_tokens(len(fields.prompt) * fields.n, fields.num_logprobs, fields.stream)
+    check_whole(max_tokens, most, "max_tokens")
+    return max_tokens
 
 
-def _room(prompt_tokens: int, context: int, place: str) -> int:
-    """Tokens that the context leaves for the answer, at least one."""
-    if prompt_tokens >= context:
+def _text_room(fields: TextFields, prompt_tokens: int, context: int, place: str) -> int:
+    if fields.max_tokens != 0:
+        return _room(prompt_tokens, context, place)
+    if fields.logprobs is None:
+        return _room(prompt_tokens, context, place, least=0)
+    return _room(
+        prompt_tokens, context, place, why="; log-probabilities of a prompt need place for one answer token"
+    )
+
+
+def _room(prompt_tokens: int, context: int, place: str, least: int = 1, why: str = "") -> int:
+    """Tokens that the context leaves for the answer, at least `least`."""
+    if prompt_tokens + least > context:
         raise BadRequest(
             f"{place}: has {prompt_tokens} tokens. The context of this server is {context} tokens, prompt and answer "
-            f"together; shorten it to at most {context - 1}.",
+            f"together{why}; shorten it to at most {context - least}.",
             param=place.split("[")[0],
             code="context_length_exceeded",
         )

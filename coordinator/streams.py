@@ -114,3 +114,20 @@ def _size(delta: TokenDelta) -> int:
 
 def _size_of_logprobs(logprobs: TokenLogprobs) -> int:
     return LOGPROBS_BYTES + TOP_BYTES * len(logprobs.top)
+
+
+class NothingToSay:
+    """A `TokenStream` of choices without a token: what is wanted is known without any worker."""
+
+    def __init__(self, request_ids: Sequence[RequestId]) -> None:
+        self.request_id = request_ids[0]
+        self._left = deque(range(len(request_ids)))
+
+    async def next(self) -> TokenDelta:
+        return TokenDelta((), None, "length", 0, self._left.popleft())
+
+    def stop(self, choice: int) -> None:
+        """Each has ended with its delta."""
+
+    def cancel(self, reason: str) -> None:
+        self._left.clear()

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from common.errors import BadRequest, KvferryError
+from common.errors import KvferryError
 from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body
 from coordinator.door.json_body import parse_object
 from coordinator.door.limits import Limits
@@ -22,9 +22,7 @@ from coordinator.door.response_writer import ResponseWriter
 from coordinator.errors_http import model_not_found
 from coordinator.gateway import Gateway
 from coordinator.openai.tokenize_schema import read_detokenize, read_tokenize
-from coordinator.tokenizer import Tokenizer
-
-CHARS_PER_TOKEN = 4
+from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,7 @@ class TokenizeApi:
         """The whole text, special tokens by their names."""
         fields = read_detokenize(body)
         self._check_model(fields.model)
-        size = self.tokenizer.vocab_size
-        for index, id in enumerate(fields.tokens):
-            if not 0 <= id < size:
-                raise BadRequest(
-                    f"tokens[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
-                    param="tokens",
-                    code="invalid_value",
-                )
+        self.tokenizer.check_ids(fields.tokens, "tokens")
 
         def answer() -> bytes:
             text = b"".join(map(self.tokenizer.token_bytes, fields.tokens)).decode("utf-8", "replace")

@@ -29,6 +29,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 Result = TypeVar("Result")
 
 LARGE_TEXT_CHARS = 8192
+CHARS_PER_TOKEN = 4
+"""What work on a token costs, in that on characters."""
 MAX_LARGE_TEXTS = 32
 SHRINK_OF_NORMALIZER = {"Prepend": 1, "Replace": 1, "NFC": 3, "NFKC": 3}
 """How many bytes of text may become one byte before it is cut into tokens. `Replace` is SentencePiece's space
@@ -97,6 +99,17 @@ class Tokenizer:
         if not shown_ids:
             return self.text_bytes
         return lambda id: self.token_bytes(id) if id in shown_ids else self.text_bytes(id)
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raises BadRequest where one is not in the vocabulary."""
+        size = self.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            index = next(index for index, id in enumerate(ids) if not 0 <= id < size)
+            raise BadRequest(
+                f"{field}[{index}]: is not a token id of this model, which has 0 to {size - 1}.",
+                param=field.split("[")[0],
+                code="invalid_value",
+            )
 
     def token_string(self, id: int) -> str:
         """How the vocabulary spells it."""

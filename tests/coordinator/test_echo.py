@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 from common.request import TokenLogprobs
 from coordinator.answer import Piece
+from coordinator.answer_size import MAX_ECHOED_BYTES
+from coordinator.door.response_writer import ResponseWriter
 from coordinator.echo import PIECE_TOKENS, Echo, echoed_prompt
 from coordinator.gateway import TokenDelta
+from coordinator.openai import shapes
 from coordinator.openai.shapes import PART_ITEMS, _dumps, _in_parts
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import Script, Served, prompt_scores
@@ -116,11 +120,27 @@ def test_the_prompt_alone(
     assert [(c["text"], c["finish_reason"]) for c in found["choices"]] == [(PROMPT, "length")] * n
     assert found["usage"]["completion_tokens"] == 0
     assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] == len(ids)
-    if logprobs is not None:
-        assert len(found["choices"][-1]["logprobs"]["tokens"]) == len(ids)
+    assert counted(client, "generation_tokens_total") == generated
+    if logprobs is None:
+        assert served.gateway.requests == [], "no worker knows more than we"
+        return
+    assert len(found["choices"][-1]["logprobs"]["tokens"]) == len(ids)
     assert served.gateway.requests[0].sampling.max_tokens == 1
     assert counted(client, "prompt_tokens_total") == prompt_tokens + 2 * len(ids), "asked for twice"
-    assert counted(client, "generation_tokens_total") == generated
+
+
+def test_a_prompt_alone_may_fill_the_context(served: Served, client: httpx.Client) -> None:
+    """Only where a worker is asked must there be place for the token that it cannot but compute."""
+    served.gateway.context = 40
+    ask = TEXT | {"prompt": [5] * 40, "echo": True, "max_tokens": 0}
+    assert client.post("/v1/completions", json=ask).status_code == 200
+    assert client.post("/v1/completions", json=ask | {"prompt": [5] * 41}).status_code == 400
+    scored = client.post("/v1/completions", json=ask | {"logprobs": 0})
+    assert scored.status_code == 400
+    message = scored.json()["error"]["message"]
+    assert "log-probabilities" in message and "at most 39" in message
+    for fields in ({"echo": False, "max_tokens": 1}, {"max_tokens": 1}, {"max_tokens": None}):
+        assert client.post("/v1/completions", json=ask | fields).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -150,6 +170,59 @@ def test_more_than_an_answer_can_hold_is_a_400(
     taken = client.post("/v1/completions", json=ask | {"logprobs": 17})
     assert taken.status_code == 200
     assert client.post("/v1/completions", json=ask).status_code == 200, "text alone is not much"
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_text_to_echo_is_bounded_too(
+    served: Served, client: httpx.Client, tokenizer: Tokenizer, as_ids: bool
+) -> None:
+    served.gateway.answers(5)
+    longest = max(range(tokenizer.vocab_size), key=lambda id: len(tokenizer.token_bytes(id)))
+    ids = [longest] * 4000
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    fits = MAX_ECHOED_BYTES // len(text.encode())
+    ask = TEXT | {"prompt": ids if as_ids else text, "echo": True, "max_tokens": 1}
+    refused = client.post("/v1/completions", json=ask | {"n": fits + 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo"), refused.text
+    assert str(MAX_ECHOED_BYTES) in refused.json()["error"]["message"]
+    assert served.gateway.requests == []
+    taken = client.post("/v1/completions", json=ask | {"n": fits, "stream": True})
+    assert taken.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_no_write_of_a_stream_is_large_and_no_large_answer_is_made_on_the_loop(
+    served: Served,
+    client: httpx.Client,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    served.gateway.answers(5)
+    writes: list[int] = []
+    threads: list[bool] = []
+    body, whole = ResponseWriter._body, shapes._response
+
+    async def counted_body(self: ResponseWriter, data: bytes, more: bool) -> None:
+        writes.append(len(data))
+        await body(self, data, more)
+
+    def watched(*args: Any) -> bytes:
+        try:
+            threads.append(asyncio.get_running_loop() is None)
+        except RuntimeError:
+            threads.append(True)
+        return whole(*args)
+
+    monkeypatch.setattr(ResponseWriter, "_body", counted_body)
+    monkeypatch.setattr(shapes, "_response", watched)
+    ask = TEXT | {"prompt": "word " * 8000, "echo": True, "max_tokens": 1, "n": 20, "stream": stream}
+    assert client.post("/v1/completions", json=ask).status_code == 200
+    assert sum(writes) > 800_000
+    if stream:
+        assert max(writes) < 100_000
+    else:
+        assert threads == [True]
 
 
 def test_stop_strings_are_not_looked_for_in_the_prompt(

@@ -10,6 +10,7 @@ from common.errors import BadRequest, ModelNotFound, NoWorker, UnsupportedField
 from common.messages import Sender, Submit
 from common.request import FrontId, Incarnation, unpack_ids
 from common.wire import decode, encode
+from coordinator.answer_size import MAX_WHOLE_LOGPROBS, MAX_WHOLE_TOKENS
 from coordinator.errors_http import error_object
 from coordinator.openai.schema import ChatFields, TextFields
 from coordinator.request_builder import Job, RequestBuilder
@@ -193,6 +194,28 @@ def test_room_in_a_chat(builder: RequestBuilder, gateway: ScriptedGateway) -> No
     assert refused(chat, builder, max_tokens=8192).param == "max_tokens"
     gateway.context = used
     assert refused(chat, builder).param == "messages"
+
+
+def test_an_answer_sent_whole_is_bounded_over_its_choices(
+    builder: RequestBuilder, gateway: ScriptedGateway
+) -> None:
+    """128 choices of a long context with twenty alternatives to each token would be gigabytes in one request."""
+    scored = {"logprobs": True, "top_logprobs": 20, "n": 2}
+    most = MAX_WHOLE_LOGPROBS // (2 * 21)
+    assert chat(builder, **scored).request.sampling.max_tokens == most, "what fits, where it is left out"
+    assert chat(builder, **scored, max_tokens=most).request.sampling.max_tokens == most
+    fault = refused(chat, builder, **scored, max_tokens=most + 1)
+    assert (fault.param, fault.code) == ("max_tokens", "answer_too_large") and str(most) in fault.message
+    assert refused(chat, builder, **scored, max_completion_tokens=most + 1).param == "max_completion_tokens"
+    assert chat(builder, **scored, max_tokens=most + 1, stream=True).stream
+    many = {"prompt": ["a"] * 64, "n": 2, "logprobs": 20}
+    assert (
+        refused(text, builder, **many, max_tokens=MAX_WHOLE_LOGPROBS // (128 * 21) + 1).param == "max_tokens"
+    )
+    assert len(text(builder, **many).requests) == 128
+    gateway.context = MAX_WHOLE_TOKENS
+    assert refused(text, builder, n=128, max_tokens=MAX_WHOLE_TOKENS // 128 + 1).code == "answer_too_large"
+    assert len(text(builder, n=128, max_tokens=MAX_WHOLE_TOKENS // 128).requests) == 128
 
 
 def test_min_tokens_above_max_tokens(builder: RequestBuilder) -> None:
