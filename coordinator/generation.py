@@ -23,14 +23,22 @@ from common.lifecycle import Phase
 from coordinator.answer import Answer, Piece
 from coordinator.door.connection import DROPPED
 from coordinator.door.front_door import Arrival
-from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body, until_disconnect
-from coordinator.door.json_body import parse_object
+from coordinator.door.http_body import (
+    ClientLeft,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    read_fields,
+    until_disconnect,
+)
 from coordinator.door.limits import Limits
 from coordinator.door.response_writer import ResponseWriter
 from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
 from coordinator.gateway import Gateway, TokenStream
 from coordinator.metrics import LIVE_PHASES, Metrics, RequestMeter
+from coordinator.openai.schema import read_chat, read_text
 from coordinator.openai.shapes import (
     DONE,
     ChatChunks,
@@ -63,13 +71,15 @@ class Surface:
     """What differs between chat and text completions."""
 
     name: str
-    build: Callable[[RequestBuilder, dict[str, Any], str | None], Awaitable[Job]]
+    read: Callable[[dict[str, Any]], Any]
+    """A body to the fields that `build` takes."""
+    build: Callable[[RequestBuilder, Any, str | None], Awaitable[Job]]
     chunks: type[ChunkShape]
     respond: Callable[[Whole, TokenBytes], bytes]
 
 
-CHAT = Surface("chat", RequestBuilder.chat, ChatChunks, chat_response)
-TEXT = Surface("text", RequestBuilder.text, TextChunks, text_response)
+CHAT = Surface("chat", read_chat, RequestBuilder.chat, ChatChunks, chat_response)
+TEXT = Surface("text", read_text, RequestBuilder.text, TextChunks, text_response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +178,8 @@ class Generation:
 
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen = self._kitchen
-        job = self._job = await self._surface.build(kitchen.builder, parse_object(body), self._arrival.tenant)
+        fields = await read_fields(body, self._surface.read)
+        job = self._job = await self._surface.build(kitchen.builder, fields, self._arrival.tenant)
         self._prompt_tokens = job.prompt_tokens
         self._answers = self._answers_to(job)
         if job.echoed:

@@ -12,7 +12,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
 from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids, unpack_ids
@@ -20,14 +19,7 @@ from coordinator.answer_size import check_echoed_bytes, check_echoed_logprobs, c
 from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
 from coordinator.gateway import Gateway
-from coordinator.openai.schema import (
-    MAX_CHOICES,
-    ChatFields,
-    CompletionFields,
-    TextFields,
-    read_chat,
-    read_text,
-)
+from coordinator.openai.schema import MAX_CHOICES, ChatFields, CompletionFields, TextFields
 from coordinator.openai.schema_keywords import first_fault
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
@@ -107,9 +99,8 @@ class RequestBuilder:
         self._family = tool_family
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
-    async def chat(self, body: dict[str, Any], tenant: str | None) -> Job:
+    async def chat(self, fields: ChatFields, tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
-        fields = read_chat(body)
         context = self._check(fields)
         tools = tool_use(self._family, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         await self._check_form(fields)
@@ -128,9 +119,8 @@ class RequestBuilder:
         job = self._job("chatcmpl", fields, [(ids, max_tokens)], fields.num_logprobs, tenant)
         return job if tools is None else job.with_tools(tools)
 
-    async def text(self, body: dict[str, Any], tenant: str | None) -> Job:
+    async def text(self, fields: TextFields, tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
-        fields = read_text(body)
         context = self._check(fields)
         if len(fields.prompt) * fields.n > MAX_CHOICES:
             asked = f"{len(fields.prompt)} prompts with n = {fields.n}"

@@ -9,20 +9,26 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from common.errors import KvferryError
-from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body
-from coordinator.door.json_body import parse_object
+from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body, read_fields
 from coordinator.door.limits import Limits
 from coordinator.door.response_writer import ResponseWriter
 from coordinator.errors_http import model_not_found
 from coordinator.gateway import Gateway
-from coordinator.openai.tokenize_schema import read_detokenize, read_tokenize
+from coordinator.openai.tokenize_schema import (
+    DetokenizeFields,
+    TokenizeFields,
+    read_detokenize,
+    read_tokenize,
+)
 from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
+
+Fields = TypeVar("Fields")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,7 @@ class TokenizeApi:
     tokenizer: Tokenizer
     served_models: tuple[str, ...]
 
-    async def tokenize(self, body: dict[str, Any]) -> bytes:
-        fields = read_tokenize(body)
+    async def tokenize(self, fields: TokenizeFields) -> bytes:
         self._check_model(fields.model)
         if fields.prompt is not None:
             ids = await self.tokenizer.encode(fields.prompt, special_tokens=fields.special_tokens)
@@ -49,9 +54,8 @@ class TokenizeApi:
 
         return await self.tokenizer.off_the_loop(CHARS_PER_TOKEN * len(ids), answer)
 
-    async def detokenize(self, body: dict[str, Any]) -> bytes:
+    async def detokenize(self, fields: DetokenizeFields) -> bytes:
         """The whole text, special tokens by their names."""
-        fields = read_detokenize(body)
         self._check_model(fields.model)
         self.tokenizer.check_ids(fields.tokens, "tokens")
 
@@ -66,11 +70,17 @@ class TokenizeApi:
             raise model_not_found(model, self.served_models)
 
 
-class _Answer(Response):
+class _Answer(Response, Generic[Fields]):
     """Reads the body within its limits, and writes what `work` makes of it."""
 
-    def __init__(self, work: Callable[[dict[str, Any]], Awaitable[bytes]], limits: Limits) -> None:
+    def __init__(
+        self,
+        read: Callable[[dict[str, Any]], Fields],
+        work: Callable[[Fields], Awaitable[bytes]],
+        limits: Limits,
+    ) -> None:
         super().__init__()
+        self._read = read
         self._work = work
         self._limits = limits
 
@@ -84,7 +94,7 @@ class _Answer(Response):
             await out.error(error, unread=receive)
             return
         try:
-            answer = await self._work(parse_object(body))
+            answer = await self._work(await read_fields(body, self._read))
         except KvferryError as error:
             await out.error(error)
         else:
@@ -94,8 +104,8 @@ class _Answer(Response):
 def add_tokenize_routes(app: FastAPI, api: TokenizeApi, limits: Limits) -> None:
     @app.post("/tokenize")
     async def tokenize(_: Request) -> Response:
-        return _Answer(api.tokenize, limits)
+        return _Answer(read_tokenize, api.tokenize, limits)
 
     @app.post("/detokenize")
     async def detokenize(_: Request) -> Response:
-        return _Answer(api.detokenize, limits)
+        return _Answer(read_detokenize, api.detokenize, limits)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import BodyTooLarge, DeadlinePassed
+from coordinator.door.json_body import parse_object
 
 Scope = MutableMapping[str, Any]
 ASGIMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[ASGIMessage]]
 Send = Callable[[ASGIMessage], Awaitable[None]]
 
+Fields = TypeVar("Fields")
+
+LARGE_BODY_BYTES = 64 << 10
 DISCARD_LIMIT_S = 5.0
 DISCARD_LIMIT_BYTES = 1 << 28
 
@@ -53,6 +57,14 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
             parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def read_fields(body: bytes, read: Callable[[dict[str, Any]], Fields]) -> Fields:
+    """What `read` makes of the JSON object. A large one is read in a thread, so that streams go on. Raises BadRequest
+    and what `read` raises."""
+    if len(body) <= LARGE_BODY_BYTES:
+        return read(parse_object(body))
+    return await asyncio.to_thread(lambda: read(parse_object(body)))
 
 
 def _announced_bytes(scope: Scope) -> int:

@@ -17,6 +17,8 @@ from coordinator.openai.fields import UNKNOWN, UNSUPPORTED, Fields, Label, probl
 from coordinator.openai.tools import Calls
 
 TEMPLATE_CHARS_PER_MESSAGE = 32
+MAX_PARTS = 4096
+"""Of one message."""
 
 
 def _content(value: Any) -> Any:
@@ -25,6 +27,8 @@ def _content(value: Any) -> Any:
         if not isinstance(value, str):
             raise problem("must be a string or a list of text parts")
         return whole_text(value)
+    if len(value) > MAX_PARTS:
+        raise problem(f"may hold at most {MAX_PARTS} parts, not {len(value)}")
     texts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -49,7 +53,8 @@ class TextPart(BaseModel):
     text: str
 
 
-Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | _Parts)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 

@@ -19,6 +19,7 @@ from common.errors import BadRequest
 from common.request import FrontId
 from coordinator.docs.openapi import Facts, document
 from coordinator.door.json_body import parse_object
+from coordinator.openai.schema import read_chat, read_text
 from coordinator.request_builder import RequestBuilder
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.beyond_schema import BEYOND
@@ -36,13 +37,15 @@ LEAST_OF_EACH = 300
 def test_document_and_server_agree(tokenizer: Tokenizer, name: str) -> None:
     said = document(Facts(MODELS, tuple(TIERS), tokenizer.vocab_size, CONTEXT, 1 << 20, 1.0, False))
     builder = RequestBuilder(ScriptedGateway(context=CONTEXT), tokenizer, MODELS, TIERS, FrontId("f"))
-    read = builder.chat if name == "ChatFields" else builder.text
+    read: Any
+    build: Any
+    read, build = (read_chat, builder.chat) if name == "ChatFields" else (read_text, builder.text)
     bodies, fits = Bodies(said, name, seed=0), validator(said, name)
     seen: Counter[tuple[bool, bool]] = Counter()
 
     async def judge(body: dict[str, Any]) -> None:
         try:
-            await read(parse_object(json.dumps(body).encode()), None)
+            await build(read(parse_object(json.dumps(body).encode())), None)
             refusal = None
         except BadRequest as error:
             refusal = error.message

@@ -12,7 +12,7 @@ from common.request import FrontId, Incarnation, unpack_ids
 from common.wire import decode, encode
 from coordinator.answer_size import MAX_WHOLE_LOGPROBS, MAX_WHOLE_TOKENS
 from coordinator.errors_http import error_object
-from coordinator.openai.schema import ChatFields, TextFields
+from coordinator.openai.schema import ChatFields, TextFields, read_chat, read_text
 from coordinator.request_builder import Job, RequestBuilder
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway
@@ -33,11 +33,11 @@ def builder(tokenizer: Tokenizer, gateway: ScriptedGateway) -> RequestBuilder:
 
 
 def text(builder: RequestBuilder, tenant: str | None = None, **change: Any) -> Job:
-    return asyncio.run(builder.text(TEXT | change, tenant))
+    return asyncio.run(builder.text(read_text(TEXT | change), tenant))
 
 
 def chat(builder: RequestBuilder, **change: Any) -> Job:
-    return asyncio.run(builder.chat(CHAT | change, None))
+    return asyncio.run(builder.chat(read_chat(CHAT | change), None))
 
 
 def refused(call: Any, builder: RequestBuilder, **change: Any) -> BadRequest:
@@ -208,7 +208,7 @@ def test_an_answer_sent_whole_is_bounded_over_its_choices(
     assert (fault.param, fault.code) == ("max_tokens", "answer_too_large") and str(most) in fault.message
     assert refused(chat, builder, **scored, max_completion_tokens=most + 1).param == "max_completion_tokens"
     assert chat(builder, **scored, max_tokens=most + 1, stream=True).stream
-    many = {"prompt": ["a"] * 64, "n": 2, "logprobs": 20}
+    many: dict[str, Any] = {"prompt": ["a"] * 64, "n": 2, "logprobs": 20}
     assert (
         refused(text, builder, **many, max_tokens=MAX_WHOLE_LOGPROBS // (128 * 21) + 1).param == "max_tokens"
     )
@@ -258,9 +258,9 @@ FIELDS = sorted(
 def test_any_value_of_any_field_is_taken_or_refused(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
     """Never another exception, always a field's name, and what is taken can travel."""
     builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), {"default": 0}, FrontId("f"))
-    for base, build in ((CHAT, builder.chat), (TEXT, builder.text)):
+    for base, build in ((CHAT, chat), (TEXT, text)):
         try:
-            job = asyncio.run(build(base | changes, None))
+            job = build(builder, **base | changes)
         except BadRequest as error:
             assert error.status in (400, 404, 422)
             assert error.param or error.message.startswith("The body"), error.message

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
 from common.errors import BadRequest
-from coordinator.door.json_body import MAX_DEPTH, parse_object
+from coordinator.door.json_body import MAX_DEPTH, MAX_NODES, MAX_STRINGS, MAX_VALUES, parse_object
+from coordinator.openai.schema import MAX_PROMPT_IDS
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from coordinator.door.json_body import MAX_DEPTH, parse_object
         (b'{"a": 1, "b": 2, "a": 1}', "names 'a' twice"),
         (b'{"a": [{"x\\n": 1, "\\u0078\\n": 1}]}', "twice"),
         (b'{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}", "levels deep"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "levels deep"),
+        (b'{"a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", "levels deep"),
         (b'{"a": ' + b'{"a": ' * 100 + b"1" + b"}" * 101, "levels deep"),
         (b'{"a": ' + b"[" * 3000, "levels deep"),
     ],
@@ -49,8 +51,37 @@ def test_many_flat_brackets_are_fine() -> None:
 
 
 def test_finding_the_name_that_is_there_twice_is_quick() -> None:
-    names = [*range(200_000), 199_999]
+    names = [*range(60_000), 59_999]
     started_s = time.monotonic()
-    with pytest.raises(BadRequest, match="'199999' twice"):
+    with pytest.raises(BadRequest, match="'59999' twice"):
         parse_object(b"{" + b",".join(b'"%d":0' % name for name in names) + b"}")
     assert time.monotonic() - started_s < 2
+
+
+LISTS = b'{"a": [' + b"[]," * MAX_NODES + b"1]}"
+NAMES = b"{" + b",".join(b'"%d":0' % name for name in range(MAX_NODES)) + b"}"
+VALUES = b'{"a": [' + b"0," * MAX_VALUES + b"0,1]}"
+STRINGS = b'{"a": [' + b'["[", "["],' * (MAX_STRINGS // 2) + b"1]}"
+UNENDED = b'{"a": "' + b'\\"[{:' * (MAX_NODES * 2)
+
+
+@pytest.mark.parametrize("body", [LISTS, NAMES, VALUES, STRINGS, LISTS.replace(b",", b',"",')])
+def test_what_would_hold_up_every_thread_is_refused_before_it_is_parsed(body: bytes) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(BadRequest, match="holds more than"):
+        parse_object(body)
+    assert time.monotonic() - started_s < 1
+
+
+def test_text_may_be_full_of_brackets() -> None:
+    text = '[{":,' * MAX_NODES + "\\"
+    assert parse_object(json.dumps({"prompt": text, "list": [text]}).encode()) == {
+        "prompt": text,
+        "list": [text],
+    }
+    ids = [0] * MAX_PROMPT_IDS
+    assert parse_object(json.dumps({"prompt": ids}).encode())["prompt"] == ids
+    started_s = time.monotonic()
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        parse_object(UNENDED)
+    assert time.monotonic() - started_s < 1

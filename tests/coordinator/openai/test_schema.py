@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import BadRequest, UnsupportedField
 from coordinator.openai import neutral_fields
+from coordinator.openai.messages import MAX_PARTS
 from coordinator.openai.schema import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -281,3 +282,10 @@ def test_an_error_does_not_echo_the_input() -> None:
             read_chat(CHAT | {name: 1})
         assert len(unknown.value.message) < 400
         unknown.value.message.encode()
+
+
+def test_parts_of_a_message_are_bounded() -> None:
+    part = {"type": "text", "text": "x"}
+    assert read_chat(CHAT | {"messages": [{"role": "user", "content": [part] * MAX_PARTS}]})
+    with pytest.raises(BadRequest, match=f"at most {MAX_PARTS} parts"):
+        read_chat(CHAT | {"messages": [{"role": "user", "content": [part] * (MAX_PARTS + 1)}]})
