@@ -31,11 +31,18 @@ def _read_keys(paths: object) -> object:
         paths = [paths]
     if not isinstance(paths, list):
         return paths
+    return tuple(key for path in paths for key in _keys_in(path))
+
+
+def _keys_in(path: str) -> list[str]:
     try:
-        lines = [line.strip() for path in paths for line in Path(path).read_text("utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read it: {error}") from error
-    return tuple(line for line in lines if line and not line.startswith("#"))
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:  # a secret that did not arrive must not open the door
+        raise ValueError(f"{path} holds no key")
+    return keys
 
 
 def _one_or_more(values: object) -> object:

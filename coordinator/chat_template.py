@@ -31,6 +31,8 @@ from coordinator.tools.as_text import as_text
 log = logging.getLogger("kvferry.http")
 
 MAX_STEPS = 1_000_000
+QUICK_STEPS = 20_000
+"""As many as may be taken where others wait: some milliseconds."""
 MAX_TEXT_CHARS = 8 << 20
 
 
@@ -38,8 +40,8 @@ class _Refused(jinja2.TemplateError):
     """The template called raise_exception."""
 
 
-class _Endless(jinja2.TemplateError):
-    """The template took more than it may."""
+class TookTooLong(jinja2.TemplateError):
+    """The template took more steps, or made more text, than it may."""
 
 
 class _GenerationTag(Extension):
@@ -53,7 +55,8 @@ class _GenerationTag(Extension):
 
 
 class _CountedEnvironment(ImmutableSandboxedEnvironment):
-    """Every look-up, call and operation is a step, and no text in it may be longer than MAX_TEXT_CHARS."""
+    """Every look-up, call, operation and piece of output is a step, and no text in it may be longer than
+    MAX_TEXT_CHARS."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -61,42 +64,44 @@ class _CountedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self._taken = threading.local()
 
-    def start(self) -> None:
+    def start(self, max_steps: int) -> None:
         """A rendering of this thread begins."""
-        self._taken.steps = 0
+        self._taken.steps, self._taken.most = 0, max_steps
 
-    def _step(self, value: Any) -> Any:
+    def step(self, value: Any) -> Any:
         # While a template is compiled, constants are worked out by no thread's count.
         steps = self._taken.steps = getattr(self._taken, "steps", 0) + 1
-        if steps > MAX_STEPS or (isinstance(value, (str, list, tuple)) and len(value) > MAX_TEXT_CHARS):
-            raise _Endless
+        if steps > getattr(self._taken, "most", MAX_STEPS) or (
+            isinstance(value, (str, list, tuple)) and len(value) > MAX_TEXT_CHARS
+        ):
+            raise TookTooLong
         return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        return self._step(super().getattr(obj, attribute))
+        return self.step(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return self._step(super().getitem(obj, argument))
+        return self.step(super().getitem(obj, argument))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._step(None)
-        return self._step(super().call(context, obj, *args, **kwargs))
+        self.step(None)
+        return self.step(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """What would be large is refused before it is made."""
-        self._step(None)
+        self.step(None)
         for one, other in ((left, right), (right, left)):
             if operator == "*" and isinstance(one, int) and isinstance(other, (str, list, tuple)):
                 self._check_size(one * len(other))
         if operator == "**" and isinstance(right, int):
             self._check_size(right)
         if operator == "%" and isinstance(left, str) and "*" in left:
-            raise _Endless
-        return self._step(super().call_binop(context, operator, left, right))
+            raise TookTooLong
+        return self.step(super().call_binop(context, operator, left, right))
 
     def _check_size(self, size: int) -> None:
         if size > MAX_TEXT_CHARS:
-            raise _Endless
+            raise TookTooLong
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -118,6 +123,16 @@ def _tojson(
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def _failed(error: Exception) -> BadRequest:
+    # Its words may quote a message, which is for no log: its kind and the template's line have to do.
+    log.warning("the chat template failed with %s in line %s", type(error).__name__, _line_of(error))
+    return BadRequest(
+        "The model's chat template cannot render these messages.",
+        param="messages",
+        code="chat_template_failed",
+    )
 
 
 def _line_of(error: Exception) -> int | str:
@@ -152,10 +167,16 @@ class ChatTemplate:
         self.has_place_for_tools = self._shows_tools()
         self._has_system_role = self._renders({"role": "system", "content": "x"}, _USER)
 
-    def render(self, chat: Chat) -> str:
-        """The prompt up to where the assistant's answer begins. Raises BadRequest with the template's reason."""
+    def render(self, chat: Chat, quick: bool = False) -> str:
+        """The prompt up to where the assistant's answer begins. Raises BadRequest with the template's reason, and
+        TookTooLong where it would take more than QUICK_STEPS and was to be `quick`."""
+        self._environment.start(QUICK_STEPS if quick else MAX_STEPS)
         try:
             text = self._render(chat)
+        except TookTooLong as error:
+            if quick:
+                raise
+            raise _failed(error) from error
         except _Refused as refusal:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {refusal.message}",
@@ -164,13 +185,7 @@ class ChatTemplate:
             ) from refusal
         except Exception as error:
             # A template is a program, and may fail with whatever Python raises.
-            # Its words may quote a message, which is for no log: its kind and the template's line have to do.
-            log.warning("the chat template failed with %s in line %s", type(error).__name__, _line_of(error))
-            raise BadRequest(
-                "The model's chat template cannot render these messages.",
-                param="messages",
-                code="chat_template_failed",
-            ) from error
+            raise _failed(error) from error
         return _up_to_content(text, chat.messages[-1]["content"]) if chat.continue_final_message else text
 
     def _compiled(self, source: str) -> jinja2.Template:
@@ -189,7 +204,6 @@ class ChatTemplate:
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], chat: Chat) -> str:
         template = self._tool_template if tools else self._template
-        self._environment.start()
         pieces: list[str] = []
         size = 0
         for piece in template.generate(
@@ -200,10 +214,10 @@ class ChatTemplate:
             documents=None,
             add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         ):
-            pieces.append(piece)
+            pieces.append(self._environment.step(piece))
             size += len(piece)
             if size > MAX_TEXT_CHARS:
-                raise _Endless
+                raise TookTooLong
         return "".join(pieces)
 
     def _shows_tools(self) -> bool:

@@ -45,9 +45,11 @@ class WaitingQueue:
     def never_fits(self, requests: int, tokens: int) -> str | None:
         """Why so many requests at once, with so many prompt tokens in all, could not even wait here alone."""
         if requests > self._max_requests:
-            return f"{requests} choices at once are more than the {self._max_requests} requests that may wait here"
+            limit = f"the {self._max_requests} requests that may wait here"
+            return f"{requests} choices at once are more than {limit}; lower n or send fewer prompts"
         if requests > 1 and tokens > self._max_tokens:
-            return f"{tokens} prompt tokens at once are more than the {self._max_tokens} that may wait here"
+            limit = f"the {self._max_tokens} that may wait here"
+            return f"{tokens} prompt tokens at once are more than {limit}; send fewer prompts"
         return None
 
     def full_for(self, requests: int, tokens: int) -> str | None:

@@ -7,6 +7,7 @@ reads from the same JSON files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer as Encoder
 
 from common.errors import BadRequest, ModelCannotBeLoaded, NotAdmitted
-from coordinator.chat_template import ChatTemplate, find_templates
+from coordinator.chat_template import ChatTemplate, TookTooLong, find_templates
 from coordinator.openai.messages import Chat
 from coordinator.token_bytes import UnknownDecoder, bytes_rule
 
@@ -140,8 +141,12 @@ class Tokenizer:
             )
         texts = [message["content"] for message in chat.messages]
         self._check_bytes(texts, max_tokens, "messages")
+        if chat.chars <= LARGE_TEXT_CHARS:
+            with contextlib.suppress(TookTooLong):
+                return self._encode_rendered(chat, max_tokens, special_tokens, quick=True)
+        # A short chat whose template makes much of it is a large text all the same.
         return await self.off_the_loop(
-            chat.chars, lambda: self._encode_rendered(chat, max_tokens, special_tokens)
+            LARGE_TEXT_CHARS + 1, lambda: self._encode_rendered(chat, max_tokens, special_tokens)
         )
 
     def encode_now(self, text: str, special_tokens: bool = True) -> list[int]:
@@ -149,12 +154,14 @@ class Tokenizer:
         # A prompt that spells out the BOS which the post-processor adds as well would have it twice.
         return ids[1:] if special_tokens and self._adds_bos and ids[1:2] == [self._bos_id] else ids
 
-    def render_chat(self, chat: Chat) -> str:
+    def render_chat(self, chat: Chat, quick: bool = False) -> str:
         assert self.template is not None
-        return self.template.render(chat)
+        return self.template.render(chat, quick)
 
-    def _encode_rendered(self, chat: Chat, max_tokens: int | None, special_tokens: bool) -> list[int]:
-        text = self.render_chat(chat)
+    def _encode_rendered(
+        self, chat: Chat, max_tokens: int | None, special_tokens: bool, quick: bool = False
+    ) -> list[int]:
+        text = self.render_chat(chat, quick)
         self._check_bytes([text], max_tokens, "messages")
         return self.encode_now(text, special_tokens)
 

@@ -60,7 +60,7 @@ WORDS: Final[dict[str, str]] = {
     "parameters": "JSON schema of the function's arguments, which are an object. Absent: it takes none.",
     "FunctionFields.strict": "Arguments fit the schema whenever a call is forced, with or without this; they are not "
     "bound otherwise.",
-    "arguments": "The arguments as JSON, which must be an object, written as a string. Empty: none.",
+    "arguments": "The arguments as the model wrote them, a JSON object as a string where it did not err. Empty: none.",
     "tools": "Functions that the model may call, each name once. At most 256 KiB of JSON.",
     "tool_choice": "none: no call. auto: the model decides. required: at least one call. An object names the function "
     "to call. Absent: auto with tools, none without.",

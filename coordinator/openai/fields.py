@@ -85,7 +85,8 @@ def first_fault(error: ValidationError) -> BadRequest:
     field = fault.get("ctx", {}).get("field")
     if isinstance(field, str) and field:
         place = f"{place}.{field}" if place and not field.startswith("[") else place + field
-    message = f"{place or 'The body'}: {fault['msg']}."
+    why = "must be an object" if fault["type"] == "model_type" else fault["msg"]
+    message = f"{place or 'The body'}: {why}."
     if fault["type"] == UNKNOWN:
         return UnsupportedField(message, param=place, code=UNKNOWN)
     if fault["type"] == UNSUPPORTED:

@@ -116,7 +116,8 @@ class ChatMessage(Fields):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a template is filled with. Messages and tools are in OpenAI's shape, arguments of calls as objects."""
+    """What a template is filled with. Messages and tools are in OpenAI's shape, but for arguments of calls, which are
+    objects where the model wrote one."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()

@@ -7,6 +7,7 @@ the values of the held ones must be is the library's to judge.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -26,6 +27,11 @@ ASSERTS_NOTHING: Final = frozenset({
 SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 LISTS_OF_SCHEMAS: Final = ("prefixItems", "anyOf", "oneOf", "allOf")
 SCHEMAS: Final = ("items", "additionalProperties")
+_WAY_TO_A_SCHEMA: Final = re.compile(
+    rf"#(/({'|'.join(map(re.escape, SCHEMAS_BY_NAME))})/[^/]+"
+    rf"|/({'|'.join(LISTS_OF_SCHEMAS)})/\d+|/({'|'.join(SCHEMAS)}))*"
+)
+"""A `$ref` to anywhere else (into `examples`, say) would lead past this file's look."""
 
 
 def first_fault(schema: Any) -> str | None:
@@ -47,6 +53,8 @@ def _fault(keyword: str, value: Any) -> str | None:
         return None
     if keyword not in HELD:
         return "answers cannot be held to this keyword"
+    if keyword == "$ref" and not (isinstance(value, str) and _WAY_TO_A_SCHEMA.fullmatch(value)):
+        return "must lead to a schema of this document, such as #/$defs/name"
     if keyword in SCHEMAS_BY_NAME and not isinstance(value, dict):
         return "must be an object"
     if keyword in LISTS_OF_SCHEMAS and not isinstance(value, list):

@@ -89,23 +89,15 @@ def _template_kwargs(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _arguments(text: str) -> str:
-    """The arguments of an earlier call, as the model wrote them. Nothing at all means none."""
-    read_arguments(text)
-    return text
-
-
-def read_arguments(text: str) -> dict[str, Any]:
+def arguments_for_template(text: str) -> dict[str, Any] | str:
+    """The arguments of an earlier call as an object, as templates want them. Nothing at all means none. A model may
+    have written what is no object (or was cut): a conversation goes on all the same, with the text as it is."""
     try:
-        value = json.loads(whole_text(text) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise problem("is not JSON") from error
-    if not isinstance(value, dict):
-        raise problem("must be a JSON object, written as a string")
-    if deeper_than(value, MAX_DEPTH):
-        raise problem(f"is nested more than {MAX_DEPTH} levels deep")
-    json_bytes(value)
-    return value
+        value = json.loads(text or "{}")
+        written = isinstance(value, dict) and not deeper_than(value, MAX_DEPTH)
+        return value if written and json_bytes(value) else text
+    except (ValueError, RecursionError):
+        return text
 
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -151,7 +143,7 @@ class NamedChoice(Fields):
 
 class CalledFunction(Fields):
     name: FunctionName
-    arguments: Annotated[str, AfterValidator(_arguments)] = ""
+    arguments: Annotated[str, AfterValidator(whole_text)] = ""
 
 
 class CallFields(Fields):
@@ -162,8 +154,7 @@ class CallFields(Fields):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object: templates write them as JSON themselves."""
-        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": arguments_for_template(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 

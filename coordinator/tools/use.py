@@ -7,6 +7,7 @@ Rules that clients rely on:
 - An answer that ended by itself and has calls ended for "tool_calls", unless the call was asked for by name: then
   the caller knew, and it is "stop", as OpenAI has it. One that was cut is "length" and shows what there is.
 - With `parallel_tool_calls` false, what comes after the first call is left out.
+- A forced answer is calls and their wrapping, and nothing of it is content: not even where it was cut in a wrapping.
 """
 
 from __future__ import annotations
@@ -70,10 +71,7 @@ class CallShapes:
 
     def deltas(self, text: str, finish: str | None) -> list[dict[str, Any]]:
         """The deltas that this text brings, none of them empty; all that is left, where it is the last."""
-        events = self._parser.push(text)
-        if finish is not None:
-            events += self._parser.end()
-        return [self._delta(event) for event in events]
+        return [self._delta(event) for event in self._events(text, last=finish is not None)]
 
     def finish(self, finish: str) -> str:
         return self._use.finish(finish, self._parser.calls)
@@ -82,7 +80,7 @@ class CallShapes:
         """`content` of a whole answer, null where there is none but calls, and its `tools/calls` if any."""
         content = ""
         calls: list[dict[str, Any]] = []
-        for event in self._parser.push(text) + self._parser.end():
+        for event in self._events(text, last=True):
             match event:
                 case Content(more):
                     content += more
@@ -93,6 +91,12 @@ class CallShapes:
         if not calls:
             return {"content": content, "refusal": None}
         return {"content": content or None, "refusal": None, "tool_calls": calls}
+
+    def _events(self, text: str, last: bool) -> list[ToolEvent]:
+        events = self._parser.push(text)
+        if last:
+            events += self._parser.end()
+        return [event for event in events if not (self._use.forced and isinstance(event, Content))]
 
     def _delta(self, event: ToolEvent) -> dict[str, Any]:
         match event:

@@ -196,7 +196,7 @@ def test_http_beyond_loopback_needs_a_key_or_a_word() -> None:
 def test_an_empty_key_is_no_key(tmp_path: Path) -> None:
     empty = tmp_path / "keys"
     empty.write_text("\n# nobody yet\n")
-    assert "--allow-unauthenticated" in refusal("--host", "0.0.0.0", "--api-key-file", str(empty))
+    assert "holds no key" in refusal("--api-key-file", str(empty)), "a secret that is not there opens no door"
     assert "blanks" in refusal("--host", "0.0.0.0", "--api-key", "")
     with pytest.raises(BadConfiguration):
         parse_serve(["--host", "0.0.0.0"], {API_KEY_VARIABLE: " , "})

@@ -19,7 +19,6 @@ BEYOND = (
     r"^tools: names the function",
     r"^chat_template_kwargs: may not set",
     # JSON written as a string.
-    r"arguments: (is not JSON|must be a JSON object)",
     r"a form of the answer does not go with tools",
     r"^ignore_eos: cannot go with a forced call",
     r"^tools(\[0\].function.parameters)?: ",

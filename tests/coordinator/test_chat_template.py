@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import BadRequest, ModelCannotBeLoaded
 from coordinator import chat_template
-from coordinator.chat_template import ChatTemplate
+from coordinator.chat_template import ChatTemplate, TookTooLong
 from coordinator.openai.messages import Chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -100,6 +100,19 @@ def test_a_template_that_does_not_end_or_grows_is_refused(
     with pytest.raises(BadRequest) as refused:
         rendered(source, kwargs={"n": 30_000})
     assert (refused.value.status, refused.value.code) == (400, "chat_template_failed")
+
+
+def test_output_without_a_look_up_is_counted_and_what_is_to_be_quick_ends_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate(
+        "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}", {}
+    )
+    with pytest.raises(TookTooLong):
+        template.render(HI, quick=True)
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 50_000)
+    with pytest.raises(BadRequest):
+        template.render(HI)
 
 
 def test_counting_begins_anew_with_each_chat(monkeypatch: pytest.MonkeyPatch) -> None:
