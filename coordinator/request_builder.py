@@ -226,7 +226,8 @@ class RequestBuilder:
     def _logit_bias(self, fields: CompletionFields) -> tuple[tuple[int, float], ...]:
         biases = {}
         for key, value in fields.logit_bias.items():
-            id = int(key) if key.isascii() and key.isdecimal() and len(key) <= 10 else -1
+            digits = key.isascii() and key.isdecimal() and len(key) <= 10
+            id = int(key) if digits and key == str(int(key)) else -1  # "01" would be a second name of 1
             if not 0 <= id < self._tokenizer.vocab_size:
                 raise BadRequest(
                     f"logit_bias: {shown(key)!r} is not a token id of this model, which has 0 to "

@@ -157,7 +157,10 @@ class CompletionFields(Fields):
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=100)] = 1.0
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
-        Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
+        Field(
+            max_length=MAX_LOGIT_BIASES,
+            json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+        ),
     ] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions | None = None

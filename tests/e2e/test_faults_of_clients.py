@@ -68,6 +68,7 @@ def test_BR_093_an_answer_of_no_tokens(undisturbed: Service) -> None:
         {str(VOCAB): 1},
         {"-1": 5},
         {"AI": -100},
+        {"1": 1, "01": -100},
         {"5": 1e9},
         {"5": -101},
         {"5": "1"},
