@@ -121,7 +121,8 @@ class Attempts:
         if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
             return self._rebind(tracked, worker, how, now)
         tracked.avoid.add(worker.id)
-        if tracked.life.phase is not Phase.QUEUED:  # what only stood in line there cannot have killed it
+        # What only stood in line there cannot have killed it, and who drains was to leave.
+        if tracked.life.phase is not Phase.QUEUED and not worker.draining:
             tracked.deaths += 1
         if tracked.deaths >= MAX_DEATHS:
             reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"

@@ -17,7 +17,6 @@ in `attempts.py`, which worker gets it in `dispatcher.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from common.counters import Counters
@@ -27,6 +26,7 @@ from common.messages import (
     Accepted,
     Admitted,
     CancelRequest,
+    Drain,
     Ended,
     Heartbeat,
     HeartbeatAck,
@@ -47,6 +47,7 @@ from common.messages import (
     Submit,
 )
 from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
+from coordinator.admission import Admission
 from coordinator.attempts import Attempts
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue
@@ -81,6 +82,7 @@ class Cluster:
             ask_again_s=ask_again_s,
             unheld_after_s=unheld_after_s,
         )
+        self._admission = Admission(registry, queue, self._dispatcher)
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._next_look = 0.0
@@ -94,7 +96,10 @@ class Cluster:
     def submit(self, message: Submit, now: float) -> list[Effect]:
         """Admits a group of requests into the queue or rejects it at once, whole."""
         main = message.requests[0]
-        rejection = self._rejection(message.requests)
+        if self.draining:
+            rejection: Rejected | None = Rejected(main.request_id, "NoWorker", "the service is shutting down")
+        else:
+            rejection = self._admission.rejection(message.requests)
         if rejection is not None:
             self.counters.add("requests_rejected_total", reason=rejection.error)
             return [ToFront(main.front, rejection)]
@@ -115,29 +120,6 @@ class Cluster:
         tracked = self.tracker.new(request, deadline, now)
         tracked.family = Family(moved_at=now) if request.leader else None
         self._dispatcher.enqueue(tracked, now)
-
-    def _rejection(self, requests: Sequence[Request]) -> Rejected | None:
-        def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
-            return Rejected(requests[0].request_id, error, reason, retry_after_s, code)
-
-        if self.draining:
-            return no("NoWorker", "the service is shutting down")
-        if any(request.prompt_tokens == 0 for request in requests):
-            return no("BadRequest", "the prompt is empty")
-        limit = self.registry.max_model_len()
-        if limit is None or not self.registry.usable("decode"):
-            return no("NoWorker", "no decode worker is ready")
-        longest = max(requests, key=lambda request: request.max_total_tokens)
-        if longest.max_total_tokens > limit:
-            asked = f"{longest.prompt_tokens} prompt tokens and {longest.sampling.max_tokens} output tokens"
-            why = f"{asked} do not fit the limit of {limit} tokens"
-            return no("BadRequest", why, code="context_length_exceeded")
-        tokens = sum(1 if request.follows else request.prompt_tokens for request in requests)
-        never = self.queue.never_fits(len(requests), tokens)
-        if never is not None:
-            return no("BadRequest", never, code="too_many_choices")
-        full = self.queue.full_for(len(requests), tokens)
-        return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
 
     def from_front(self, message: Message, now: float) -> list[Effect]:
         """What the front saw or its client did; whoever waits gets the room that this makes."""
@@ -252,7 +234,8 @@ class Cluster:
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
-        if not self.registry.heartbeat(message, sender, now):
+        worker = self.registry.heartbeat(message, sender, now)
+        if worker is None:
             return [ToWorker(worker_id, HeartbeatAck(known=False))]
         unwanted: list[Key] = []
         for request_id, attempt, phase in message.live:
@@ -262,7 +245,8 @@ class Cluster:
             else:
                 tracked.seen_at = now
                 self._advance(tracked, worker_id, phase, now)
-        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted)))]
+        again = [] if message.draining else self._say_drain(worker, now)
+        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again]
 
     def _advance(self, tracked: Tracked, worker_id: WorkerId, phase: str, now: float) -> None:
         """A worker's phase, by its word or its heartbeat, as far as it is ahead of ours by the table."""
@@ -363,8 +347,27 @@ class Cluster:
 
     # ------------------------------------------------------------ when something goes
 
+    def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
+        """It gets nothing new from now on, finishes what it has within `deadline_s`, gives back the rest, and leaves.
+        None where there is no such worker, or it is lost. Idempotent; the earlier deadline counts."""
+        worker = self.registry.get(worker_id)
+        if worker is None or worker.lost:
+            return None
+        self.registry.drain(worker, now + deadline_s)
+        self.notices.append(f"{worker.role} worker {worker_id} is to drain within {deadline_s:g} s")
+        return self._say_drain(worker, now)
+
+    def _say_drain(self, worker: Worker, now: float) -> list[Effect]:
+        """Said after every heartbeat that does not show it yet."""
+        if worker.drain_until is None:
+            return []
+        return [ToWorker(worker.id, Drain(max(0.0, worker.drain_until - now)))]
+
     def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
-        self.counters.add("workers_lost_total", role=worker.role)
+        if worker.draining:
+            how = "left"  # as it was told to, or by a signal
+        else:
+            self.counters.add("workers_lost_total", role=worker.role)
         self.notices.append(f"{worker.role} worker {worker.id} {how}")
         effects: list[Effect] = []
         for tracked in self.tracker.dispatched():

@@ -6,6 +6,7 @@ Stations of a request here, each ended by one line of this file:
       ─▶ Handover and nothing missing ─▶ Delivered to the prefill worker, Started to the coordinator
       ─▶ DECODE_READY ─ next step ─▶ DECODING ─ token by token to the front ─▶ Ended(finished)
     Decode (collocated, or no prefill worker left) ─▶ QUEUED ─▶ PREFILLING in chunks ─▶ DECODING
+    Draining: no Decode is taken, but Offers still are: those are of work that was given out before
     Out of blocks ─▶ PREEMPTED ─▶ PREFILLING again over prompt and output ─▶ DECODING, same tokens
 
 Why no deadlock: a running sequence needs nothing but blocks of this pool, and takes them from transfers not yet
@@ -105,7 +106,7 @@ class DecodeWorker:
         if ended is not None or ledger.is_stale(key):
             self.records.late("Decode")
             return ended or Refused(*key, "a later attempt was dispatched")
-        refusal = self._cannot_ever(message.request)
+        refusal = "draining" if self.draining else self._cannot_ever(message.request)
         if refusal is not None:
             return Refused(*key, refusal)
         if self._scheduler.num_local_waiting >= self._max_waiting:
@@ -117,8 +118,6 @@ class DecodeWorker:
 
     def _cannot_ever(self, request: Request) -> str | None:
         """A sequence that outgrows the whole pool could only be preempted for ever, so its longest answer counts."""
-        if self.draining:
-            return "draining"
         if request.prompt_tokens == 0:
             return "the prompt is empty"
         needed = self._core.blocks_for(request.max_total_tokens)

@@ -107,12 +107,13 @@ class WorkerLoop:
         self._heartbeat_interval_s = 0.5
         self._answered_at = time.monotonic()
         self._asked_to_stop = asyncio.Event()
-        self._stop_at_once = False
+        self._drain_until = float("inf")
+        self._signalled = self._stop_at_once = False
 
     # ------------------------------------------------------------ life
 
     async def run(self, coordinator: str) -> None:
-        """Serves until `stop`; then drains. Raises StartupError when the coordinator refuses this worker."""
+        """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
         self._failure = asyncio.get_running_loop().create_future()
         self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block)
         beating = asyncio.create_task(self._beat())
@@ -135,8 +136,13 @@ class WorkerLoop:
             self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """First call drains, a second one stops at once."""
-        self._stop_at_once = self._asked_to_stop.is_set()
+        """A signal: the first one drains, a second one stops at once."""
+        self._stop_at_once, self._signalled = self._signalled, True
+        self._begin_drain(self._shutdown_timeout_s)
+
+    def _begin_drain(self, deadline_s: float) -> None:
+        """Asked again, the earliest of all deadlines counts: a Drain is said until heartbeats show that it arrived."""
+        self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._asked_to_stop.set()
         self._changed.set()
 
@@ -146,11 +152,13 @@ class WorkerLoop:
         for message, sender in self._gate.let_all_go():
             self._carry_out(self._node.handle(message, sender, time.monotonic()))
         self._send_heartbeat()
-        deadline = time.monotonic() + self._shutdown_timeout_s
-        while not self._node.idle and not self._stop_at_once and time.monotonic() < deadline:
+        while not self._node.idle and not self._stop_at_once:
+            left_s = self._drain_until - time.monotonic()
+            if left_s <= 0:
+                break
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), min(0.5, deadline - time.monotonic()))
+                await asyncio.wait_for(self._changed.wait(), min(0.5, left_s))
             except TimeoutError:
                 self._send_heartbeat()
         for key in self._node.live_keys():
@@ -217,7 +225,7 @@ class WorkerLoop:
                         self._node.abort(key, "the coordinator does not want it", time.monotonic())
                     )
             case Drain():
-                self._asked_to_stop.set()
+                self._begin_drain(message.deadline_s)
             case _:
                 self._take(message, WorkerId(sender.name))
         self._turn()

@@ -37,9 +37,11 @@ class ResponseWriter:
         self.watch: asyncio.Task[None] | None = None
         self.last_write_s = time.monotonic()
 
-    async def whole(self, body: bytes, content_type: bytes = b"application/json") -> None:
+    async def whole(
+        self, body: bytes, content_type: bytes = b"application/json", *, status: int = 200
+    ) -> None:
         headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-        await self._start(200, headers)
+        await self._start(status, headers)
         await self._body(body, more=False)
 
     async def events(self, data: bytes, more: bool = True) -> None:

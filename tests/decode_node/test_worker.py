@@ -27,7 +27,7 @@ from common.messages import (
     Stop,
     Tokens,
 )
-from common.request import Key, Request, WorkerId, pack_ids
+from common.request import Key, Request, RequestId, WorkerId, pack_ids
 from decode_node.worker import DecodeWorker
 from tests.common.stepping import (
     BLOCK,
@@ -371,11 +371,13 @@ def test_a_later_attempt_ends_the_earlier_and_fences_it() -> None:
 
 
 def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
+    """An offer is of what was given out before: its KV is on its way here already."""
     bench = Bench()
     bench.owned(A)
     bench.worker.draining = True
-    (refused,) = bench.offer(request("b", prompt(5)))
+    (refused,) = bench.hear(Decode(RequestId("b"), attempt(1), request("b", prompt(5)), b""))
     assert isinstance(refused, Refused) and refused.reason == "draining"
+    bench.owned(request("c", prompt(5)))
     while not bench.worker.idle:
         bench.step()
     bench.check_empty()
