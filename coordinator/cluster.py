@@ -16,17 +16,19 @@ in `attempts.py`, which worker gets it in `dispatcher.py`.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from typing import Any
 
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
+from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
+    AboutRequest,
     Accepted,
     Admitted,
     CancelRequest,
-    Drain,
     Ended,
     Heartbeat,
     HeartbeatAck,
@@ -49,6 +51,7 @@ from common.messages import (
 from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
 from coordinator.admission import Admission
 from coordinator.attempts import Attempts
+from coordinator.departures import Departures
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
@@ -82,14 +85,14 @@ class Cluster:
             ask_again_s=ask_again_s,
             unheld_after_s=unheld_after_s,
         )
+        self.notices: deque[str] = deque(maxlen=256)
+        """For the log of whoever drives this; to be cleared by it."""
+        self._departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
         self._admission = Admission(registry, queue, self._dispatcher)
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._next_look = 0.0
         self.draining = False
-        self.notices: deque[str] = deque(
-            maxlen=256
-        )  # for the log of whoever drives this; to be cleared by it
 
     # ------------------------------------------------------------ from the front
 
@@ -138,17 +141,22 @@ class Cluster:
         raise AssertionError(f"not a front's message: {type(message).__name__}")
 
     def _progress(self, message: Progress, now: float) -> list[Effect]:
+        """Over one row we may err: that must not cost the others their tokens."""
+        effects: list[Effect] = []
         for request_id, first, ids in message.rows:
             tracked = self.tracker.get(request_id)
             if tracked is None:
                 continue
-            assert first == len(tracked.outputs)
-            if not tracked.prompt_done:
-                self._attempts.prompt_done(tracked, now)
+            try:
+                assert first == len(tracked.outputs)
+                if not tracked.prompt_done:
+                    self._attempts.prompt_done(tracked, now)
+            except Exception as error:
+                effects += self._fault(tracked.key, error, now)
+                continue
             tracked.outputs += ids
             tracked.fruitless = 0
             tracked.seen_at = now
-        effects: list[Effect] = []
         for key in message.gaps:
             tracked = self.tracker.present(key)
             if tracked is not None:
@@ -177,8 +185,15 @@ class Cluster:
     # ------------------------------------------------------------ from workers
 
     def from_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
-        """Anything a worker says on its control link."""
-        return self._on_worker(message, sender, now) + self._dispatcher.give_out(now)
+        """Anything a worker says on its control link. If handling it raises, we erred: the request that it is about
+        fails at once, and everything else goes on."""
+        try:
+            effects = self._on_worker(message, sender, now)
+        except Exception as error:
+            if not isinstance(message, AboutRequest):
+                raise
+            effects = self._fault(message.key, error, now)
+        return effects + self._dispatcher.give_out(now)
 
     def _on_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -207,7 +222,7 @@ class Cluster:
             return [ToWorker(worker_id, _name_taken(before, sender))]
         if before is not None and not before.lost and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
-            effects += self._worker_lost(before, "was restarted", now)
+            effects += self._departures.lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
         self._note_registration(worker_id, message, answer)
         self._dispatcher.room_made = True
@@ -224,13 +239,17 @@ class Cluster:
                 f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
             )
 
+    def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
+        """See `Departures.drain`."""
+        return self._departures.drain(worker_id, deadline_s, now)
+
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""
         worker = self.registry.get(worker_id, incarnation)
         if worker is None or worker.lost:
             return []
         self.registry.mark_lost(worker)
-        return self._worker_lost(worker, "died", now) + self._dispatcher.give_out(now)
+        return self._departures.lost(worker, "died", now) + self._dispatcher.give_out(now)
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -238,15 +257,19 @@ class Cluster:
         if worker is None:
             return [ToWorker(worker_id, HeartbeatAck(known=False))]
         unwanted: list[Key] = []
+        faults: list[Effect] = []
         for request_id, attempt, phase in message.live:
             tracked = self.tracker.present((request_id, attempt))
             if tracked is None or worker_id not in (tracked.prefill, tracked.decode):
                 unwanted.append((request_id, attempt))
             else:
                 tracked.seen_at = now
-                self._advance(tracked, worker_id, phase, now)
-        again = [] if message.draining else self._say_drain(worker, now)
-        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again]
+                try:
+                    self._advance(tracked, worker_id, phase, now)
+                except Exception as error:
+                    faults += self._fault(tracked.key, error, now)
+        again = [] if message.draining else self._departures.say_drain(worker, now)
+        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again, *faults]
 
     def _advance(self, tracked: Tracked, worker_id: WorkerId, phase: str, now: float) -> None:
         """A worker's phase, by its word or its heartbeat, as far as it is ahead of ours by the table."""
@@ -331,7 +354,7 @@ class Cluster:
         """Deaths, deadlines, unanswered commands, unheld requests, and the queue."""
         effects: list[Effect] = []
         for worker in self.registry.expire(now):
-            effects += self._worker_lost(worker, "stopped answering", now)
+            effects += self._departures.lost(worker, "stopped answering", now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True
@@ -345,36 +368,18 @@ class Cluster:
             return max(now, self._next_look)
         return now + 0.5 if self.registry.live() else None
 
-    # ------------------------------------------------------------ when something goes
+    # ------------------------------------------------------------ when we err
 
-    def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
-        """It gets nothing new from now on, finishes what it has within `deadline_s`, gives back the rest, and leaves.
-        None where there is no such worker, or it is lost. Idempotent; the earlier deadline counts."""
-        worker = self.registry.get(worker_id)
-        if worker is None or worker.lost:
-            return None
-        self.registry.drain(worker, now + deadline_s)
-        self.notices.append(f"{worker.role} worker {worker_id} is to drain within {deadline_s:g} s")
-        return self._say_drain(worker, now)
-
-    def _say_drain(self, worker: Worker, now: float) -> list[Effect]:
-        """Said after every heartbeat that does not show it yet."""
-        if worker.drain_until is None:
+    def _fault(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        """This attempt's request fails now, and nothing else does."""
+        self.counters.add("internal_errors_total")
+        tracked = self.tracker.present(key)
+        if tracked is None:
             return []
-        return [ToWorker(worker.id, Drain(max(0.0, worker.drain_until - now)))]
-
-    def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
-        if worker.draining:
-            how = "left"  # as it was told to, or by a signal
-        else:
-            self.counters.add("workers_lost_total", role=worker.role)
-        self.notices.append(f"{worker.role} worker {worker.id} {how}")
-        effects: list[Effect] = []
-        for tracked in self.tracker.dispatched():
-            if worker.id not in tracked.holders or (tracked.handed_over and worker.id != tracked.decode):
-                continue
-            effects += self._attempts.lost_holder(tracked, worker, how, now)
-        return effects
+        where = "".join(traceback.format_exception(error))
+        self.notices.append(f"request {tracked.id} fails by a fault of ours: {where}")
+        said = self._attempts.abort_holders(tracked, "a fault of ours")
+        return said + self._attempts.fail(tracked, "RequestFailed", f"a fault of ours, {told(error)}", now)
 
     # ------------------------------------------------------------ questions
 

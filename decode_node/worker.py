@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 
 from common.batching import Batch, BatchingCore, RowResult, Sequence
 from common.effects import Effect, ToCoordinator, ToSender
+from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
     Abort,
@@ -203,10 +204,14 @@ class DecodeWorker:
         return [ToSender(sender, Revoke(*key, "not accepted here"))]
 
     def _deliver_whole(self, now: float) -> list[Effect]:
-        """Takes over what has become whole. Before each step too, so that it joins that very step."""
+        """Takes over what has become whole. Before each step too, so that it joins that very step. Over one of them we
+        may err: the others go on."""
         effects: list[Effect] = []
         for ready in self._receiver.ready():
-            effects += self._delivered(ready, now)
+            try:
+                effects += self._delivered(ready, now)
+            except Exception as error:
+                effects += self.fail(ready.key, error, now)
         return effects
 
     def _delivered(self, ready: Ready, now: float) -> list[Effect]:
@@ -299,6 +304,13 @@ class DecodeWorker:
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
         """The coordinator does not know it (heartbeat), or this process is shutting down."""
         return self._end(key, Phase.ABORTED, "aborted", reason, now)
+
+    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
+        self.records.counters.add("internal_errors_total")
+        held = key in self._scheduler
+        said = self._end(key, Phase.FAILED, "failed", told(error), now, retryable=False)
+        return said if held else [*said, self.records.failed(key, told(error))]
 
     def live_keys(self) -> list[Key]:
         return self._scheduler.keys()

@@ -20,6 +20,7 @@ from common.batching import Batch, RowResult, Sequence
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
 from common.errors import BadConfiguration
 from common.messages import (
+    AboutRequest,
     Block,
     Drain,
     Heartbeat,
@@ -61,6 +62,7 @@ class PureWorker(Protocol):
     def next_deadline(self) -> float | None: ...
     def heartbeat(self, progress_age_s: float) -> Heartbeat: ...
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]: ...
+    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]: ...
     def live_keys(self) -> list[Key]: ...
 
 
@@ -150,7 +152,7 @@ class WorkerLoop:
         """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
         self._node.draining = True
         for message, sender in self._gate.let_all_go():
-            self._carry_out(self._node.handle(message, sender, time.monotonic()))
+            self._hand(message, sender)
         self._send_heartbeat()
         while not self._node.idle and not self._stop_at_once:
             left_s = self._drain_until - time.monotonic()
@@ -248,11 +250,26 @@ class WorkerLoop:
         passes, effects = self._gate.arrived(message, sender, self._grammars.is_compiled, now)
         self._carry_out(effects)
         if passes:
-            self._carry_out(self._node.handle(message, sender, now))
+            self._hand(message, sender)
         for grammar in self._gate.wanted():
             loop = asyncio.get_running_loop()
             done = loop.run_in_executor(self._grammar_thread, self._grammars.compile, grammar)
             done.add_done_callback(functools.partial(self._compiled, grammar))
+
+    def _hand(self, message: Message, sender: WorkerId) -> None:
+        """To the worker. If that raises, we erred: what the message is about fails at once, and the worker lives."""
+        now = time.monotonic()
+        try:
+            effects = self._node.handle(message, sender, now)
+        except Exception as error:
+            if not isinstance(message, AboutRequest):
+                raise
+            effects = self._blame(message.key, error, now)
+        self._carry_out(effects)
+
+    def _blame(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        log.error("request %s fails: a message about it could not be handled", key[0], exc_info=error)
+        return self._node.fail(key, error, now)
 
     def _compiled(self, grammar: Grammar, future: asyncio.Future[str | None]) -> None:
         if future.cancelled():
@@ -264,14 +281,17 @@ class WorkerLoop:
         released, effects = self._gate.compiled(grammar, fault)
         self._carry_out(effects)
         for message, sender in released:
-            self._carry_out(self._node.handle(message, sender, time.monotonic()))
+            self._hand(message, sender)
         self._turn()
 
     def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
-        worker = WorkerId(sender.name)
-        place = self._node.place(header, worker)
-        good = place is None or store(self._cache, place, source, header)
-        self._node.block(header, worker, good, time.monotonic())
+        worker, now = WorkerId(sender.name), time.monotonic()
+        try:
+            place = self._node.place(header, worker)
+            good = place is None or store(self._cache, place, source, header)
+            self._node.block(header, worker, good, now)
+        except Exception as error:
+            self._carry_out(self._blame(header.key, error, now))
         self._turn()
 
     # ------------------------------------------------------------ one turn

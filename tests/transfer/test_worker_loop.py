@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ import pytest
 from bench.virtual_model import VirtualModel
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
-from common.messages import Decode, Drain, Ended, Message, Refused, Sender
+from common.errors import IllegalMove
+from common.messages import Decode, Drain, Ended, Message, Refused, Sender, Stop
 from common.request import (
     Attempt,
     FrontId,
@@ -87,6 +89,7 @@ class Scene:
         )
 
     def _step(self, batch: Batch) -> Any:
+        time.sleep(0.001)
         return self.model.run(batch), {}
 
     def hear(self, message: Message) -> None:
@@ -176,3 +179,64 @@ def test_a_first_signal_after_a_drain_still_drains_and_a_second_one_stops_at_onc
 
     assert scene.play(act) < 1.0
     assert scene.ends() == {(RequestId("a"), Attempt(1)): ("aborted", True)}
+
+
+# ---------------------------------------------------------------- a handler that raises
+
+
+def illegal(*_: object) -> Any:
+    raise IllegalMove("a request cannot go from here to there")
+
+
+def test_a_handler_that_raises_costs_its_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Stop for "a" that cannot be carried out: "a" ends at once, for good, its blocks are back, "b" goes on."""
+    scene = Scene()
+
+    async def act() -> None:
+        a, b = scene.give("a", FOR_EVER), scene.give("b", 200)
+        await asyncio.sleep(0.02)
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_end_on_command", illegal)
+            scene.hear(Stop(*a))
+        assert scene.ends() == {a: ("failed", False)}
+        assert scene.node.live_keys() == [b]
+        scene.hear(Drain(LIMIT_S))
+
+    scene.play(act)
+    assert scene.ends()[(RequestId("b"), Attempt(1))] == ("finished", True)
+    assert scene.pool.held == 0
+    assert scene.node.records.counters.values["internal_errors_total"] == 1
+
+
+def test_what_could_not_be_taken_fails_too_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_decode", illegal)
+            a = scene.give("a", 5)
+        scene.give("a", 5)  # the coordinator asks again
+        assert [m.key for m in scene.links.said if isinstance(m, Ended) and not m.retryable] == [a, a]
+        assert scene.node.idle
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
+
+
+def test_only_our_own_words_go_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    errors = [IllegalMove("a request cannot go back"), KeyError("what the client sent")]
+
+    def raises(*_: object) -> Any:
+        raise errors.pop(0)
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_decode", raises)
+            for name in ("a", "b"):
+                scene.give(name, 5)
+        said = [m.reason for m in scene.links.said if isinstance(m, Ended)]
+        assert said == ["IllegalMove: a request cannot go back", "KeyError"]
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
