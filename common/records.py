@@ -104,6 +104,7 @@ class Records:
             blocks=blocks,
             transferred_bytes=transferred_bytes,
             retryable=retryable,
+            lost_tokens=seq.lost_tokens if outcome in ("aborted", "failed") else 0,
         )
         self.ledger.end(ended)
         return ToCoordinator(ended)

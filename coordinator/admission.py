@@ -17,12 +17,14 @@ class Admission:
         self._queue = queue
         self._dispatcher = dispatcher
 
-    def rejection(self, requests: Sequence[Request]) -> Rejected | None:
+    def rejection(self, requests: Sequence[Request], *, draining: bool) -> Rejected | None:
         """None when the group may wait in the queue."""
 
         def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
             return Rejected(requests[0].request_id, error, reason, retry_after_s, code)
 
+        if draining:
+            return no("NoWorker", "the service is shutting down")
         if any(request.prompt_tokens == 0 for request in requests):
             return no("BadRequest", "the prompt is empty")
         limit = self._registry.max_model_len()

@@ -40,7 +40,6 @@ from common.messages import (
     Register,
     Registered,
     RegistrationRefused,
-    Rejected,
     RequestFinished,
     Sender,
     Started,
@@ -53,8 +52,9 @@ from coordinator.admission import Admission
 from coordinator.attempts import Attempts
 from coordinator.departures import Departures
 from coordinator.dispatcher import Dispatcher
+from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
-from coordinator.registry import Registry, Worker
+from coordinator.registry import Registry, name_taken
 from coordinator.tracker import Family, Tracked, Tracker
 
 
@@ -76,10 +76,12 @@ class Cluster:
         self._dispatcher = Dispatcher(
             registry, queue, self.tracker, first_attempt=first_attempt, ask_again_s=ask_again_s
         )
+        self._lost_tokens = LostTokens(self.tracker, self.counters)
         self._attempts = Attempts(
             queue,
             self.tracker,
             self._dispatcher,
+            self._lost_tokens,
             self.counters,
             max_wait_s=max_wait_s,
             ask_again_s=ask_again_s,
@@ -99,10 +101,7 @@ class Cluster:
     def submit(self, message: Submit, now: float) -> list[Effect]:
         """Admits a group of requests into the queue or rejects it at once, whole."""
         main = message.requests[0]
-        if self.draining:
-            rejection: Rejected | None = Rejected(main.request_id, "NoWorker", "the service is shutting down")
-        else:
-            rejection = self._admission.rejection(message.requests)
+        rejection = self._admission.rejection(message.requests, draining=self.draining)
         if rejection is not None:
             self.counters.add("requests_rejected_total", reason=rejection.error)
             return [ToFront(main.front, rejection)]
@@ -219,7 +218,7 @@ class Cluster:
         effects: list[Effect] = []
         if before is not None and not before.lost and before.incarnation > sender.incarnation:
             self._late(message)  # incarnations rise: this life is over, and must not put out the present one
-            return [ToWorker(worker_id, _name_taken(before, sender))]
+            return [ToWorker(worker_id, name_taken(before, sender))]
         if before is not None and not before.lost and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
             effects += self._departures.lost(before, "was restarted", now)
@@ -323,6 +322,7 @@ class Cluster:
 
     def _ended(self, message: Ended, worker_id: WorkerId, now: float) -> list[Effect]:
         self.tracker.remember_end(worker_id, message)
+        self._lost_tokens.ended(worker_id, message)
         tracked = self.tracker.present(message.key)
         if tracked is None or worker_id not in tracked.holders:
             return []
@@ -396,9 +396,3 @@ class Cluster:
 
     def num_running(self) -> int:
         return len(self.tracker) - len(self.queue)
-
-
-def _name_taken(holder: Worker, sender: Sender) -> RegistrationRefused:
-    return RegistrationRefused(
-        "worker_id", f"{sender.name}, taken by process {holder.card.pid}", f"{sender.name} too"
-    )

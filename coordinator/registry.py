@@ -256,3 +256,9 @@ def _row(worker: Worker) -> dict[str, Any]:
         "device": card.device,
         "incarnation": worker.incarnation,
     }
+
+
+def name_taken(holder: Worker, sender: Sender) -> RegistrationRefused:
+    return RegistrationRefused(
+        "worker_id", f"{sender.name}, taken by process {holder.card.pid}", f"{sender.name} too"
+    )

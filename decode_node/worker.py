@@ -218,7 +218,7 @@ class DecodeWorker:
         key, handover = ready.key, ready.handover
         outputs = unpack_ids(handover.output_ids)
         seq = self._scheduler.deliver(key, outputs[-1], now)
-        seq.cached_tokens = max(seq.cached_tokens, handover.cached_tokens)
+        seq.cached_tokens = seq.found_tokens = max(seq.cached_tokens, handover.cached_tokens)
         self._moved_bytes[key] = ready.blocks * self._block_bytes
         logprobs = None if handover.logprobs is None else (handover.logprobs,)
         self.records.say_token(seq, outputs[-1], logprobs, None)
@@ -244,7 +244,7 @@ class DecodeWorker:
         batch = scheduler.schedule(now)
         if scheduler.preemptions > before:
             counters.add("num_preemptions_total", scheduler.preemptions - before)
-            counters.add("lost_tokens_total", scheduler.lost_tokens - lost)
+            counters.add("lost_tokens_total", scheduler.lost_tokens - lost, cause="preemption")
         for key in scheduler.revoked:
             self._senders.pop(key, None)
             self._pending += self._receiver.revoke(key, "out of blocks")
