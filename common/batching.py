@@ -35,7 +35,8 @@ class Sequence:
 
     `scored` counts the prompt tokens whose log-probabilities are said; where none are asked for, it is all of them.
     The first token has none. An attempt that starts with output tokens owes none either: the front takes no output
-    before the prompt's are complete.
+    before the prompt's are complete. `found_tokens` are those whose KV was in a cache when the present blocks were
+    taken; `lost_tokens` is set by its end.
     """
 
     __slots__ = (
@@ -44,9 +45,11 @@ class Sequence:
         "cached_tokens",
         "chain",
         "end_token_ids",
+        "found_tokens",
         "in_batch",
         "key",
         "life",
+        "lost_tokens",
         "max_len",
         "max_outputs",
         "num_computed",
@@ -77,7 +80,8 @@ class Sequence:
         self.max_len = self.prompt_len + self.max_outputs
         self.end_token_ids = request.sampling.end_token_ids
         self.num_computed = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.found_tokens = 0
+        self.lost_tokens = 0
         self.blocks: list[int] = []
         self.chain: list[bytes] = []
         self.seed = b""
@@ -94,6 +98,11 @@ class Sequence:
     def owes_scores(self) -> bool:
         """Prompt tokens from `scored` on have no log-probabilities yet, and are to have some."""
         return self.scored < self.prompt_len
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV was computed for it, here or on the way here, and would be lost with its blocks."""
+        return self.num_computed - self.found_tokens
 
     @property
     def num_outputs(self) -> int:
@@ -228,7 +237,7 @@ class BatchingCore:
             self.pool.release(hits)
             return False
         seq.blocks = hits + fresh
-        seq.num_computed = len(hits) * self.block_size
+        seq.num_computed = seq.found_tokens = len(hits) * self.block_size
         if seq.preemptions == 0:  # what a recompute finds again was saved to nobody
             seq.cached_tokens = seq.num_computed
         seq.published = len(hits)
@@ -264,7 +273,7 @@ class BatchingCore:
         self.leave_slot(seq)
         blocks, seq.blocks = seq.blocks, []
         self.pool.release(blocks)
-        seq.num_computed = seq.published = 0
+        seq.num_computed = seq.found_tokens = seq.published = 0
 
     # ------------------------------------------------------------ slots
 

@@ -87,7 +87,7 @@ class ProtocolViolation(KvferryError):
 
 
 class IllegalMove(KvferryError):
-    """Our fault: the request is failed, the worker lives."""
+    """Our fault: the request is failed, the process that holds it lives (`WorkerLoop`, `Cluster`)."""
 
 
 class StartupError(KvferryError):
@@ -104,6 +104,13 @@ class CannotBind(StartupError):
 
 class ModelCannotBeLoaded(StartupError):
     exit_code = 4
+
+
+def told(error: Exception) -> str:
+    """What others may be told of an error that is ours: the words of one that we raise, of any other its kind alone,
+    since its words may hold what a client sent."""
+    kind = type(error).__name__
+    return f"{kind}: {error.message}" if isinstance(error, KvferryError) else kind
 
 
 HTTP_ERRORS: dict[str, type[KvferryError]] = {

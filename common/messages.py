@@ -172,7 +172,8 @@ class Started(AboutRequest):
 @dataclass(frozen=True, slots=True)
 class Ended(AboutRequest):
     """One worker's part in a request is over. Also the answer to `Stop` and `Abort`, with outcome "unknown" for
-    ids it does not hold. `handed_over` says that the request goes on elsewhere."""
+    ids it does not hold. `handed_over` says that the request goes on elsewhere. `lost_tokens`: computed for it, and of
+    no more use if no other worker has them; of answers that came to their end, none."""
 
     outcome: Literal["finished", "aborted", "failed", "handed_over", "unknown"]
     reason: str = ""
@@ -182,6 +183,7 @@ class Ended(AboutRequest):
     blocks: Count = 0
     transferred_bytes: Count = 0
     retryable: bool = True
+    lost_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

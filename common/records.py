@@ -104,6 +104,7 @@ class Records:
             blocks=blocks,
             transferred_bytes=transferred_bytes,
             retryable=retryable,
+            lost_tokens=seq.lost_tokens if outcome in ("aborted", "failed") else 0,
         )
         self.ledger.end(ended)
         return ToCoordinator(ended)
@@ -112,6 +113,12 @@ class Records:
         """The answer to a Stop or Abort for something not live here."""
         known = self.ledger.how_ended(key)
         return ToCoordinator(known if known is not None else Ended(*key, outcome="unknown"))
+
+    def failed(self, key: Key, reason: str) -> Effect:
+        """The end of something that is not held here, or not yet: remembered, so that it is not tried again."""
+        if self.ledger.how_ended(key) is None:
+            self.ledger.end(Ended(*key, outcome="failed", reason=reason, retryable=False))
+        return self.ended_again(key)
 
     def heartbeat(
         self, core: BatchingCore, work: Workload, *, progress_age_s: float, draining: bool

@@ -12,6 +12,7 @@ from common.effects import Effect, ToFront, ToWorker
 from common.lifecycle import REQUEST_MOVES, Phase
 from common.messages import Abort, RequestEnded
 from coordinator.dispatcher import Dispatcher
+from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Worker
 from coordinator.tracker import Tracked, Tracker
@@ -27,6 +28,7 @@ class Attempts:
         queue: WaitingQueue,
         tracker: Tracker,
         dispatcher: Dispatcher,
+        lost_tokens: LostTokens,
         counters: Counters,
         *,
         max_wait_s: float,
@@ -36,6 +38,7 @@ class Attempts:
         self._queue = queue
         self._tracker = tracker
         self._dispatcher = dispatcher
+        self._lost_tokens = lost_tokens
         self._counters = counters
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
@@ -85,6 +88,7 @@ class Attempts:
             return self._ask_again(tracked, now)
         if now - tracked.seen_at >= self._unheld_after_s:
             tracked.avoid.update(tracked.holders)  # it may have fallen silent and not be given up yet
+            self._lost_tokens.unheard(tracked, "migration")
             return self.again(tracked, "no worker holds it any more", now)
         return []
 
@@ -121,12 +125,15 @@ class Attempts:
         if worker.id == tracked.decode and tracked.prefill is not None and not tracked.handed_over:
             return self._rebind(tracked, worker, how, now)
         tracked.avoid.add(worker.id)
-        if tracked.life.phase is not Phase.QUEUED:  # what only stood in line there cannot have killed it
+        # What only stood in line there cannot have killed it, and who drains was to leave.
+        if tracked.life.phase is not Phase.QUEUED and not worker.draining:
             tracked.deaths += 1
         if tracked.deaths >= MAX_DEATHS:
             reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
+            self._lost_tokens.unheard(tracked, "abort")
             said = self.abort_holders(tracked, reason)
             return said + self.fail(tracked, "RequestFailed", reason, now)
+        self._lost_tokens.unheard(tracked, "migration")
         return self.again(tracked, f"{worker.id} {how}", now)
 
     def _rebind(self, tracked: Tracked, lost: Worker, how: str, now: float) -> list[Effect]:

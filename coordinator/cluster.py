@@ -16,14 +16,16 @@ in `attempts.py`, which worker gets it in `dispatcher.py`.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
+from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
+    AboutRequest,
     Accepted,
     Admitted,
     CancelRequest,
@@ -38,7 +40,6 @@ from common.messages import (
     Register,
     Registered,
     RegistrationRefused,
-    Rejected,
     RequestFinished,
     Sender,
     Started,
@@ -47,10 +48,13 @@ from common.messages import (
     Submit,
 )
 from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
+from coordinator.admission import Admission
 from coordinator.attempts import Attempts
+from coordinator.departures import Departures
 from coordinator.dispatcher import Dispatcher
+from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
-from coordinator.registry import Registry, Worker
+from coordinator.registry import Registry, name_taken
 from coordinator.tracker import Family, Tracked, Tracker
 
 
@@ -72,29 +76,32 @@ class Cluster:
         self._dispatcher = Dispatcher(
             registry, queue, self.tracker, first_attempt=first_attempt, ask_again_s=ask_again_s
         )
+        self._lost_tokens = LostTokens(self.tracker, self.counters)
         self._attempts = Attempts(
             queue,
             self.tracker,
             self._dispatcher,
+            self._lost_tokens,
             self.counters,
             max_wait_s=max_wait_s,
             ask_again_s=ask_again_s,
             unheld_after_s=unheld_after_s,
         )
+        self.notices: deque[str] = deque(maxlen=256)
+        """For the log of whoever drives this; to be cleared by it."""
+        self._departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
+        self._admission = Admission(registry, queue, self._dispatcher)
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._next_look = 0.0
         self.draining = False
-        self.notices: deque[str] = deque(
-            maxlen=256
-        )  # for the log of whoever drives this; to be cleared by it
 
     # ------------------------------------------------------------ from the front
 
     def submit(self, message: Submit, now: float) -> list[Effect]:
         """Admits a group of requests into the queue or rejects it at once, whole."""
         main = message.requests[0]
-        rejection = self._rejection(message.requests)
+        rejection = self._admission.rejection(message.requests, draining=self.draining)
         if rejection is not None:
             self.counters.add("requests_rejected_total", reason=rejection.error)
             return [ToFront(main.front, rejection)]
@@ -116,29 +123,6 @@ class Cluster:
         tracked.family = Family(moved_at=now) if request.leader else None
         self._dispatcher.enqueue(tracked, now)
 
-    def _rejection(self, requests: Sequence[Request]) -> Rejected | None:
-        def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
-            return Rejected(requests[0].request_id, error, reason, retry_after_s, code)
-
-        if self.draining:
-            return no("NoWorker", "the service is shutting down")
-        if any(request.prompt_tokens == 0 for request in requests):
-            return no("BadRequest", "the prompt is empty")
-        limit = self.registry.max_model_len()
-        if limit is None or not self.registry.usable("decode"):
-            return no("NoWorker", "no decode worker is ready")
-        longest = max(requests, key=lambda request: request.max_total_tokens)
-        if longest.max_total_tokens > limit:
-            asked = f"{longest.prompt_tokens} prompt tokens and {longest.sampling.max_tokens} output tokens"
-            why = f"{asked} do not fit the limit of {limit} tokens"
-            return no("BadRequest", why, code="context_length_exceeded")
-        tokens = sum(1 if request.follows else request.prompt_tokens for request in requests)
-        never = self.queue.never_fits(len(requests), tokens)
-        if never is not None:
-            return no("BadRequest", never, code="too_many_choices")
-        full = self.queue.full_for(len(requests), tokens)
-        return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
-
     def from_front(self, message: Message, now: float) -> list[Effect]:
         """What the front saw or its client did; whoever waits gets the room that this makes."""
         return self._on_front(message, now) + self._dispatcher.give_out(now)
@@ -156,17 +140,22 @@ class Cluster:
         raise AssertionError(f"not a front's message: {type(message).__name__}")
 
     def _progress(self, message: Progress, now: float) -> list[Effect]:
+        """Over one row we may err: that must not cost the others their tokens."""
+        effects: list[Effect] = []
         for request_id, first, ids in message.rows:
             tracked = self.tracker.get(request_id)
             if tracked is None:
                 continue
-            assert first == len(tracked.outputs)
-            if not tracked.prompt_done:
-                self._attempts.prompt_done(tracked, now)
+            try:
+                assert first == len(tracked.outputs)
+                if not tracked.prompt_done:
+                    self._attempts.prompt_done(tracked, now)
+            except Exception as error:
+                effects += self._fault(tracked.key, error, now)
+                continue
             tracked.outputs += ids
             tracked.fruitless = 0
             tracked.seen_at = now
-        effects: list[Effect] = []
         for key in message.gaps:
             tracked = self.tracker.present(key)
             if tracked is not None:
@@ -195,8 +184,15 @@ class Cluster:
     # ------------------------------------------------------------ from workers
 
     def from_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
-        """Anything a worker says on its control link."""
-        return self._on_worker(message, sender, now) + self._dispatcher.give_out(now)
+        """Anything a worker says on its control link. If handling it raises, we erred: the request that it is about
+        fails at once, and everything else goes on."""
+        try:
+            effects = self._on_worker(message, sender, now)
+        except Exception as error:
+            if not isinstance(message, AboutRequest):
+                raise
+            effects = self._fault(message.key, error, now)
+        return effects + self._dispatcher.give_out(now)
 
     def _on_worker(self, message: Message, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -222,10 +218,10 @@ class Cluster:
         effects: list[Effect] = []
         if before is not None and not before.lost and before.incarnation > sender.incarnation:
             self._late(message)  # incarnations rise: this life is over, and must not put out the present one
-            return [ToWorker(worker_id, _name_taken(before, sender))]
+            return [ToWorker(worker_id, name_taken(before, sender))]
         if before is not None and not before.lost and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
-            effects += self._worker_lost(before, "was restarted", now)
+            effects += self._departures.lost(before, "was restarted", now)
         answer = self.registry.register(message, sender, now)
         self._note_registration(worker_id, message, answer)
         self._dispatcher.room_made = True
@@ -242,27 +238,37 @@ class Cluster:
                 f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
             )
 
+    def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
+        """See `Departures.drain`."""
+        return self._departures.drain(worker_id, deadline_s, now)
+
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""
         worker = self.registry.get(worker_id, incarnation)
         if worker is None or worker.lost:
             return []
         self.registry.mark_lost(worker)
-        return self._worker_lost(worker, "died", now) + self._dispatcher.give_out(now)
+        return self._departures.lost(worker, "died", now) + self._dispatcher.give_out(now)
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
-        if not self.registry.heartbeat(message, sender, now):
+        worker = self.registry.heartbeat(message, sender, now)
+        if worker is None:
             return [ToWorker(worker_id, HeartbeatAck(known=False))]
         unwanted: list[Key] = []
+        faults: list[Effect] = []
         for request_id, attempt, phase in message.live:
             tracked = self.tracker.present((request_id, attempt))
             if tracked is None or worker_id not in (tracked.prefill, tracked.decode):
                 unwanted.append((request_id, attempt))
             else:
                 tracked.seen_at = now
-                self._advance(tracked, worker_id, phase, now)
-        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted)))]
+                try:
+                    self._advance(tracked, worker_id, phase, now)
+                except Exception as error:
+                    faults += self._fault(tracked.key, error, now)
+        again = [] if message.draining else self._departures.say_drain(worker, now)
+        return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again, *faults]
 
     def _advance(self, tracked: Tracked, worker_id: WorkerId, phase: str, now: float) -> None:
         """A worker's phase, by its word or its heartbeat, as far as it is ahead of ours by the table."""
@@ -316,6 +322,7 @@ class Cluster:
 
     def _ended(self, message: Ended, worker_id: WorkerId, now: float) -> list[Effect]:
         self.tracker.remember_end(worker_id, message)
+        self._lost_tokens.ended(worker_id, message)
         tracked = self.tracker.present(message.key)
         if tracked is None or worker_id not in tracked.holders:
             return []
@@ -347,7 +354,7 @@ class Cluster:
         """Deaths, deadlines, unanswered commands, unheld requests, and the queue."""
         effects: list[Effect] = []
         for worker in self.registry.expire(now):
-            effects += self._worker_lost(worker, "stopped answering", now)
+            effects += self._departures.lost(worker, "stopped answering", now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True
@@ -361,17 +368,18 @@ class Cluster:
             return max(now, self._next_look)
         return now + 0.5 if self.registry.live() else None
 
-    # ------------------------------------------------------------ when something goes
+    # ------------------------------------------------------------ when we err
 
-    def _worker_lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
-        self.counters.add("workers_lost_total", role=worker.role)
-        self.notices.append(f"{worker.role} worker {worker.id} {how}")
-        effects: list[Effect] = []
-        for tracked in self.tracker.dispatched():
-            if worker.id not in tracked.holders or (tracked.handed_over and worker.id != tracked.decode):
-                continue
-            effects += self._attempts.lost_holder(tracked, worker, how, now)
-        return effects
+    def _fault(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        """This attempt's request fails now, and nothing else does."""
+        self.counters.add("internal_errors_total")
+        tracked = self.tracker.present(key)
+        if tracked is None:
+            return []
+        where = "".join(traceback.format_exception(error))
+        self.notices.append(f"request {tracked.id} fails by a fault of ours: {where}")
+        said = self._attempts.abort_holders(tracked, "a fault of ours")
+        return said + self._attempts.fail(tracked, "RequestFailed", f"a fault of ours, {told(error)}", now)
 
     # ------------------------------------------------------------ questions
 
@@ -388,9 +396,3 @@ class Cluster:
 
     def num_running(self) -> int:
         return len(self.tracker) - len(self.queue)
-
-
-def _name_taken(holder: Worker, sender: Sender) -> RegistrationRefused:
-    return RegistrationRefused(
-        "worker_id", f"{sender.name}, taken by process {holder.card.pid}", f"{sender.name} too"
-    )

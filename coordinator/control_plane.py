@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Sequence
@@ -50,6 +48,7 @@ from coordinator.cluster import Cluster
 from coordinator.errors_http import CODES
 from coordinator.front import Front
 from coordinator.metrics import Metrics
+from coordinator.process_watch import ProcessWatch
 from coordinator.registry import Worker
 from coordinator.streams import MailboxStream
 from coordinator.worker_metrics import WorkerSnapshot
@@ -90,7 +89,7 @@ class ControlPlane:
         self._tokens = make_socket(self._context, zmq.PULL, MAX_MESSAGE_BYTES)
         self._inbox = Inbox(cluster.counters)
         self._routes: dict[str, tuple[int, bytes]] = {}
-        self._watched: dict[tuple[str, int], int] = {}  # life of a worker → file descriptor of its process
+        self._processes = ProcessWatch(self._process_ended)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,8 +132,7 @@ class ControlPlane:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        for key in list(self._watched):
-            self._unwatch(key)
+        self._processes.close()
         for timer in (*self._limits.values(), *([self._timer] if self._timer else [])):
             timer.cancel()
         await asyncio.sleep(0)
@@ -189,6 +187,13 @@ class ControlPlane:
 
     def workers(self) -> list[dict[str, Any]]:
         return self._cluster.registry.rows()
+
+    def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
+        effects = self._cluster.drain(WorkerId(worker_id), deadline_s, time.monotonic())
+        if effects is None:
+            return None
+        self._carry_out(effects)
+        return next(row for row in self.workers() if row["id"] == worker_id)
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
         return self._cluster.timeline(RequestId(request_id), time.monotonic())
@@ -268,8 +273,11 @@ class ControlPlane:
     def _take_control(self, message: Message, sender: Sender, route: bytes) -> None:
         self._learn_route(sender, route)
         self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()), answer_to=route)
-        if isinstance(message, Register):
-            self._watch_process(message, sender)
+        if isinstance(message, Register) and self._knows(sender):
+            self._processes.watch(message, sender)
+
+    def _knows(self, sender: Sender) -> bool:
+        return self._cluster.registry.get(WorkerId(sender.name), sender.incarnation) is not None
 
     def _learn_route(self, sender: Sender, route: bytes) -> None:
         """The newest life of a worker is the one that commands go to."""
@@ -277,30 +285,9 @@ class ControlPlane:
         if known is None or known[0] <= sender.incarnation:
             self._routes[sender.name] = (sender.incarnation, route)
 
-    def _watch_process(self, card: Register, sender: Sender) -> None:
-        """A worker of this machine that dies is known to be dead at once: the system says so, no heartbeat need
-        be missed first. Elsewhere, and where the system has no such thing, heartbeats have to do."""
-        key = (sender.name, sender.incarnation)
-        registered = self._cluster.registry.get(WorkerId(sender.name), sender.incarnation) is not None
-        if key in self._watched or not registered or card.host != socket.gethostname():
-            return
-        try:
-            process = os.pidfd_open(card.pid)
-        except (AttributeError, OSError):
-            return
-        self._watched[key] = process
-        asyncio.get_running_loop().add_reader(process, self._process_ended, sender)
-
-    def _process_ended(self, sender: Sender) -> None:
-        self._unwatch((sender.name, sender.incarnation))
+    def _process_ended(self, worker: WorkerId, incarnation: Incarnation) -> None:
         now = time.monotonic()
-        self._carry_out(self._cluster.worker_died(WorkerId(sender.name), sender.incarnation, now))
-
-    def _unwatch(self, key: tuple[str, int]) -> None:
-        process = self._watched.pop(key, None)
-        if process is not None:
-            asyncio.get_running_loop().remove_reader(process)
-            os.close(process)
+        self._carry_out(self._cluster.worker_died(worker, incarnation, now))
 
     async def _read_tokens(self) -> None:
         while True:

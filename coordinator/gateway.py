@@ -71,6 +71,10 @@ class Gateway(Protocol):
     def workers(self) -> list[dict[str, Any]]:
         """Rows of `GET /admin/workers` (contract)."""
 
+    def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
+        """Its row, draining already: nothing new for it, what runs there may end within `deadline_s`, then its process
+        ends. None when there is no such worker. Idempotent."""
+
     def timeline(self, request_id: str) -> dict[str, Any] | None:
         """`GET /admin/requests/{id}`; None when the id is unknown or forgotten."""
 

@@ -24,6 +24,7 @@ from coordinator.door.cors import Cors
 from coordinator.door.front_door import ARRIVAL, ASGIApp, FrontDoor
 from coordinator.door.http_body import Receive, Scope, Send
 from coordinator.door.limits import Limits
+from coordinator.drain_api import add_drain_route
 from coordinator.errors_http import (
     MethodNotAllowed,
     ObjectNotFound,
@@ -85,6 +86,7 @@ def create_app(
     _add_model_routes(app, gateway, tuple(served_models))
     add_tokenize_routes(app, TokenizeApi(gateway, tokenizer, tuple(served_models)), kitchen.limits)
     _add_operator_routes(app, gateway)
+    add_drain_route(app, gateway, limits)
     add_docs_routes(
         app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
     )

@@ -32,6 +32,7 @@ class Worker:
     load: Load = _NO_LOAD
     progress_age_s: float = 0.0
     draining: bool = False
+    drain_until: float | None = None  # it was told to drain by then
     lost: bool = False
     counters: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class Registry:
         if before is not None and before.incarnation == sender.incarnation:
             worker.past_counters, worker.past_histograms = before.past_counters, before.past_histograms
             worker.counters, worker.histograms, worker.load = before.counters, before.histograms, before.load
+            worker.draining, worker.drain_until = before.draining, before.drain_until
         elif before is not None:
             worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker
@@ -143,15 +145,15 @@ class Registry:
                 )
         return None
 
-    def heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> bool:
-        """Whether the sender is registered; if not it must register again."""
+    def heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> Worker | None:
+        """The sender, or None: it is not registered and must do that again."""
         worker = self.get(WorkerId(sender.name), sender.incarnation)
         if worker is None or worker.lost:
-            return False
+            return None
         worker.heard_at = now
         worker.load = message.load
         worker.progress_age_s = message.progress_age_s
-        worker.draining = message.draining
+        worker.draining = message.draining or worker.drain_until is not None
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
         risen = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
         worker.counters = {**worker.counters, **risen}
@@ -161,7 +163,7 @@ class Registry:
             if name in HISTOGRAM_BUCKETS and len(row) == len(HISTOGRAM_BUCKETS[name]) + 3
         }
         worker.histograms = {**worker.histograms, **grown}
-        return True
+        return worker
 
     # ------------------------------------------------------------ what the coordinator asks
 
@@ -180,6 +182,11 @@ class Registry:
     def usable(self, role: Role) -> list[Worker]:
         """Live workers that take new requests."""
         return [w for w in self.live(role) if not w.draining]
+
+    def drain(self, worker: Worker, until: float) -> None:
+        """It takes no new requests from now on. Asked again, the earlier deadline counts."""
+        worker.draining = True
+        worker.drain_until = until if worker.drain_until is None else min(worker.drain_until, until)
 
     def mark_lost(self, worker: Worker) -> None:
         worker.lost = True
@@ -249,3 +256,9 @@ def _row(worker: Worker) -> dict[str, Any]:
         "device": card.device,
         "incarnation": worker.incarnation,
     }
+
+
+def name_taken(holder: Worker, sender: Sender) -> RegistrationRefused:
+    return RegistrationRefused(
+        "worker_id", f"{sender.name}, taken by process {holder.card.pid}", f"{sender.name} too"
+    )

@@ -144,7 +144,8 @@ class Supervisor:
                     self.gave_up.set_result(death)
                 return
             pause_s = backoff.after_death(time.monotonic() - started_s)
-            self._say(spec.name, f"died ({death.how}), starting it again in {pause_s:.1f} s")
+            what = "left" if death.code == 0 else "died"  # a worker that was drained leaves
+            self._say(spec.name, f"{what} ({death.how}), starting it again in {pause_s:.1f} s")
             await self._pause(pause_s)
 
     async def _live(self, spec: ChildSpec) -> Death:

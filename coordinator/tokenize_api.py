@@ -7,17 +7,13 @@ and a large one is worked on in a thread, as any prompt is.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from common.errors import KvferryError
-from coordinator.door.http_body import ClientLeft, Receive, Scope, Send, read_body, read_fields
+from coordinator.door.json_answer import JsonAnswer
 from coordinator.door.limits import Limits
-from coordinator.door.response_writer import ResponseWriter
 from coordinator.errors_http import model_not_found
 from coordinator.gateway import Gateway
 from coordinator.openai.tokenize_schema import (
@@ -27,8 +23,6 @@ from coordinator.openai.tokenize_schema import (
     read_tokenize,
 )
 from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
-
-Fields = TypeVar("Fields")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +64,11 @@ class TokenizeApi:
             raise model_not_found(model, self.served_models)
 
 
-class _Answer(Response, Generic[Fields]):
-    """Reads the body within its limits, and writes what `work` makes of it."""
-
-    def __init__(
-        self,
-        read: Callable[[dict[str, Any]], Fields],
-        work: Callable[[Fields], Awaitable[bytes]],
-        limits: Limits,
-    ) -> None:
-        super().__init__()
-        self._read = read
-        self._work = work
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = ResponseWriter(send)
-        try:
-            body = await read_body(scope, receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
-        except ClientLeft:
-            return
-        except KvferryError as error:
-            await out.error(error, unread=receive)
-            return
-        try:
-            answer = await self._work(await read_fields(body, self._read))
-        except KvferryError as error:
-            await out.error(error)
-        else:
-            await out.whole(answer)
-
-
 def add_tokenize_routes(app: FastAPI, api: TokenizeApi, limits: Limits) -> None:
     @app.post("/tokenize")
     async def tokenize(_: Request) -> Response:
-        return _Answer(read_tokenize, api.tokenize, limits)
+        return JsonAnswer(read_tokenize, api.tokenize, limits)
 
     @app.post("/detokenize")
     async def detokenize(_: Request) -> Response:
-        return _Answer(read_detokenize, api.detokenize, limits)
+        return JsonAnswer(read_detokenize, api.detokenize, limits)

@@ -50,6 +50,7 @@ class Tracked:
     handed_over: bool = False
     avoid: set[WorkerId] = field(default_factory=set)
     ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)
+    lost_tokens: dict[Attempt, int] = field(default_factory=dict)  # counted as thrown away, by attempt
     last_fault: str = ""
     family: Family | None = None
     choices: tuple[RequestId, ...] = ()  # of the first of a group: those that came with it
@@ -124,9 +125,13 @@ class Tracker:
         if len(self._recent) > RECENT_LIMIT:
             del self._recent[next(iter(self._recent))]
 
+    def known(self, request_id: RequestId) -> Tracked | None:
+        """Live, or ended a while ago."""
+        return self._live.get(request_id) or self._recent.get(request_id)
+
     def remember_end(self, worker: WorkerId, ended: Ended) -> None:
         """A worker's account of its part, also when it comes after the request's end."""
-        tracked = self._live.get(ended.id) or self._recent.get(ended.id)
+        tracked = self.known(ended.id)
         if tracked is not None and ended.outcome != "unknown" and (worker, ended) not in tracked.ends:
             tracked.ends.append((worker, ended))
             del tracked.ends[:-32]
@@ -139,7 +144,7 @@ class Tracker:
         )
 
     def timeline(self, request_id: RequestId, now: float) -> dict[str, Any] | None:
-        tracked = self._live.get(request_id) or self._recent.get(request_id)
+        tracked = self.known(request_id)
         return None if tracked is None else _timeline(tracked, now)
 
 

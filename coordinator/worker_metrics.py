@@ -27,7 +27,7 @@ COUNTERS = {
     "kv_checksum_failures_total": "KV blocks whose checksum did not match.",
     "requests_migrated_total": "Requests that went on at another worker.",
     "late_messages_total": "Messages for unknown, ended or earlier attempts, by kind.",
-    "lost_tokens_total": "Tokens computed and thrown away by preemption, abort or migration.",
+    "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption, abort or migration.",
     "dropped_samples_total": "Samples that were negative or not finite.",
 }
 HISTOGRAMS = {

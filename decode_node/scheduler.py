@@ -216,7 +216,7 @@ class DecodeScheduler:
             if seq in place:
                 place.remove(seq)
         self.preemptions += 1
-        self.lost_tokens += seq.num_computed
+        self.lost_tokens += seq.computed_tokens
         seq.preemptions += 1
         self._core.free(seq)
         seq.life.move(Phase.PREEMPTED, now)
@@ -287,6 +287,7 @@ class DecodeScheduler:
                 place.remove(seq)
                 break
         seq.over = True
+        seq.lost_tokens = seq.computed_tokens
         seq.life.move(phase, now)
         self._core.free(seq)
         return seq

@@ -6,6 +6,7 @@ Stations of a request here, each ended by one line of this file:
       ─▶ Handover and nothing missing ─▶ Delivered to the prefill worker, Started to the coordinator
       ─▶ DECODE_READY ─ next step ─▶ DECODING ─ token by token to the front ─▶ Ended(finished)
     Decode (collocated, or no prefill worker left) ─▶ QUEUED ─▶ PREFILLING in chunks ─▶ DECODING
+    Draining: no Decode is taken, but Offers still are: those are of work that was given out before
     Out of blocks ─▶ PREEMPTED ─▶ PREFILLING again over prompt and output ─▶ DECODING, same tokens
 
 Why no deadlock: a running sequence needs nothing but blocks of this pool, and takes them from transfers not yet
@@ -20,6 +21,7 @@ from collections.abc import Sequence as Seq
 
 from common.batching import Batch, BatchingCore, RowResult, Sequence
 from common.effects import Effect, ToCoordinator, ToSender
+from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
     Abort,
@@ -105,7 +107,7 @@ class DecodeWorker:
         if ended is not None or ledger.is_stale(key):
             self.records.late("Decode")
             return ended or Refused(*key, "a later attempt was dispatched")
-        refusal = self._cannot_ever(message.request)
+        refusal = "draining" if self.draining else self._cannot_ever(message.request)
         if refusal is not None:
             return Refused(*key, refusal)
         if self._scheduler.num_local_waiting >= self._max_waiting:
@@ -117,8 +119,6 @@ class DecodeWorker:
 
     def _cannot_ever(self, request: Request) -> str | None:
         """A sequence that outgrows the whole pool could only be preempted for ever, so its longest answer counts."""
-        if self.draining:
-            return "draining"
         if request.prompt_tokens == 0:
             return "the prompt is empty"
         needed = self._core.blocks_for(request.max_total_tokens)
@@ -204,17 +204,21 @@ class DecodeWorker:
         return [ToSender(sender, Revoke(*key, "not accepted here"))]
 
     def _deliver_whole(self, now: float) -> list[Effect]:
-        """Takes over what has become whole. Before each step too, so that it joins that very step."""
+        """Takes over what has become whole. Before each step too, so that it joins that very step. Over one of them we
+        may err: the others go on."""
         effects: list[Effect] = []
         for ready in self._receiver.ready():
-            effects += self._delivered(ready, now)
+            try:
+                effects += self._delivered(ready, now)
+            except Exception as error:
+                effects += self.fail(ready.key, error, now)
         return effects
 
     def _delivered(self, ready: Ready, now: float) -> list[Effect]:
         key, handover = ready.key, ready.handover
         outputs = unpack_ids(handover.output_ids)
         seq = self._scheduler.deliver(key, outputs[-1], now)
-        seq.cached_tokens = max(seq.cached_tokens, handover.cached_tokens)
+        seq.cached_tokens = seq.found_tokens = max(seq.cached_tokens, handover.cached_tokens)
         self._moved_bytes[key] = ready.blocks * self._block_bytes
         logprobs = None if handover.logprobs is None else (handover.logprobs,)
         self.records.say_token(seq, outputs[-1], logprobs, None)
@@ -240,7 +244,7 @@ class DecodeWorker:
         batch = scheduler.schedule(now)
         if scheduler.preemptions > before:
             counters.add("num_preemptions_total", scheduler.preemptions - before)
-            counters.add("lost_tokens_total", scheduler.lost_tokens - lost)
+            counters.add("lost_tokens_total", scheduler.lost_tokens - lost, cause="preemption")
         for key in scheduler.revoked:
             self._senders.pop(key, None)
             self._pending += self._receiver.revoke(key, "out of blocks")
@@ -300,6 +304,13 @@ class DecodeWorker:
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
         """The coordinator does not know it (heartbeat), or this process is shutting down."""
         return self._end(key, Phase.ABORTED, "aborted", reason, now)
+
+    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
+        self.records.counters.add("internal_errors_total")
+        held = key in self._scheduler
+        said = self._end(key, Phase.FAILED, "failed", told(error), now, retryable=False)
+        return said if held else [*said, self.records.failed(key, told(error))]
 
     def live_keys(self) -> list[Key]:
         return self._scheduler.keys()

@@ -135,6 +135,7 @@ class PrefillScheduler:
             self._prefilling.remove(seq)
         self._passes.pop(key, None)
         seq.over = True
+        seq.lost_tokens = seq.computed_tokens
         seq.life.move(phase, now)
         self._core.free(seq)
         return seq

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 
 from common.batching import Batch, BatchingCore, RowResult, Sequence
 from common.effects import Effect, ToCoordinator
+from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
     Abort,
@@ -254,6 +255,13 @@ class PrefillWorker:
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
         """The coordinator does not know it (heartbeat), or this process is shutting down."""
         return self._end(key, Phase.ABORTED, "aborted", reason, now)
+
+    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
+        self.records.counters.add("internal_errors_total")
+        held = self._scheduler.get(key) is not None
+        said = self._end(key, Phase.FAILED, "failed", told(error), now, retryable=False)
+        return said if held else [*said, self.records.failed(key, told(error))]
 
     def live_keys(self) -> list[Key]:
         return self._scheduler.keys()

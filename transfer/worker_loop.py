@@ -20,6 +20,7 @@ from common.batching import Batch, RowResult, Sequence
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
 from common.errors import BadConfiguration
 from common.messages import (
+    AboutRequest,
     Block,
     Drain,
     Heartbeat,
@@ -61,6 +62,7 @@ class PureWorker(Protocol):
     def next_deadline(self) -> float | None: ...
     def heartbeat(self, progress_age_s: float) -> Heartbeat: ...
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]: ...
+    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]: ...
     def live_keys(self) -> list[Key]: ...
 
 
@@ -107,12 +109,13 @@ class WorkerLoop:
         self._heartbeat_interval_s = 0.5
         self._answered_at = time.monotonic()
         self._asked_to_stop = asyncio.Event()
-        self._stop_at_once = False
+        self._drain_until = float("inf")
+        self._signalled = self._stop_at_once = False
 
     # ------------------------------------------------------------ life
 
     async def run(self, coordinator: str) -> None:
-        """Serves until `stop`; then drains. Raises StartupError when the coordinator refuses this worker."""
+        """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
         self._failure = asyncio.get_running_loop().create_future()
         self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block)
         beating = asyncio.create_task(self._beat())
@@ -135,8 +138,13 @@ class WorkerLoop:
             self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """First call drains, a second one stops at once."""
-        self._stop_at_once = self._asked_to_stop.is_set()
+        """A signal: the first one drains, a second one stops at once."""
+        self._stop_at_once, self._signalled = self._signalled, True
+        self._begin_drain(self._shutdown_timeout_s)
+
+    def _begin_drain(self, deadline_s: float) -> None:
+        """Asked again, the earliest of all deadlines counts: a Drain is said until heartbeats show that it arrived."""
+        self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._asked_to_stop.set()
         self._changed.set()
 
@@ -144,13 +152,15 @@ class WorkerLoop:
         """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
         self._node.draining = True
         for message, sender in self._gate.let_all_go():
-            self._carry_out(self._node.handle(message, sender, time.monotonic()))
+            self._hand(message, sender)
         self._send_heartbeat()
-        deadline = time.monotonic() + self._shutdown_timeout_s
-        while not self._node.idle and not self._stop_at_once and time.monotonic() < deadline:
+        while not self._node.idle and not self._stop_at_once:
+            left_s = self._drain_until - time.monotonic()
+            if left_s <= 0:
+                break
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), min(0.5, deadline - time.monotonic()))
+                await asyncio.wait_for(self._changed.wait(), min(0.5, left_s))
             except TimeoutError:
                 self._send_heartbeat()
         for key in self._node.live_keys():
@@ -217,7 +227,7 @@ class WorkerLoop:
                         self._node.abort(key, "the coordinator does not want it", time.monotonic())
                     )
             case Drain():
-                self._asked_to_stop.set()
+                self._begin_drain(message.deadline_s)
             case _:
                 self._take(message, WorkerId(sender.name))
         self._turn()
@@ -240,11 +250,26 @@ class WorkerLoop:
         passes, effects = self._gate.arrived(message, sender, self._grammars.is_compiled, now)
         self._carry_out(effects)
         if passes:
-            self._carry_out(self._node.handle(message, sender, now))
+            self._hand(message, sender)
         for grammar in self._gate.wanted():
             loop = asyncio.get_running_loop()
             done = loop.run_in_executor(self._grammar_thread, self._grammars.compile, grammar)
             done.add_done_callback(functools.partial(self._compiled, grammar))
+
+    def _hand(self, message: Message, sender: WorkerId) -> None:
+        """To the worker. If that raises, we erred: what the message is about fails at once, and the worker lives."""
+        now = time.monotonic()
+        try:
+            effects = self._node.handle(message, sender, now)
+        except Exception as error:
+            if not isinstance(message, AboutRequest):
+                raise
+            effects = self._blame(message.key, error, now)
+        self._carry_out(effects)
+
+    def _blame(self, key: Key, error: Exception, now: float) -> list[Effect]:
+        log.error("request %s fails: a message about it could not be handled", key[0], exc_info=error)
+        return self._node.fail(key, error, now)
 
     def _compiled(self, grammar: Grammar, future: asyncio.Future[str | None]) -> None:
         if future.cancelled():
@@ -256,14 +281,17 @@ class WorkerLoop:
         released, effects = self._gate.compiled(grammar, fault)
         self._carry_out(effects)
         for message, sender in released:
-            self._carry_out(self._node.handle(message, sender, time.monotonic()))
+            self._hand(message, sender)
         self._turn()
 
     def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
-        worker = WorkerId(sender.name)
-        place = self._node.place(header, worker)
-        good = place is None or store(self._cache, place, source, header)
-        self._node.block(header, worker, good, time.monotonic())
+        worker, now = WorkerId(sender.name), time.monotonic()
+        try:
+            place = self._node.place(header, worker)
+            good = place is None or store(self._cache, place, source, header)
+            self._node.block(header, worker, good, now)
+        except Exception as error:
+            self._carry_out(self._blame(header.key, error, now))
         self._turn()
 
     # ------------------------------------------------------------ one turn

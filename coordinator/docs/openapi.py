@@ -32,6 +32,7 @@ from common.version import VERSION
 from coordinator.docs import answers, operator_answers
 from coordinator.door.front_door import MAX_REQUEST_ID_CHARS, OPEN
 from coordinator.door.json_body import MAX_DEPTH
+from coordinator.drain_api import ACCEPTED, DrainFields
 from coordinator.errors_http import ObjectNotFound
 from coordinator.openai.field_schema import TOKEN_ID
 from coordinator.openai.schema import ChatFields, TextFields
@@ -65,13 +66,16 @@ class Route:
     summary: str
     answer: type[BaseModel] | str
     many: bool = False
+    status: int = 200
     body: type[BaseModel] | None = None
+    body_optional: bool = False
     event: type[BaseModel] | None = None
     errors: tuple[type[KvferryError], ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)
 
 
-OF_BODIES: Final = (BadRequest, ModelNotFound, DeadlinePassed, BodyTooLarge, UnsupportedField)
+OF_BODIES_WITHOUT_MODEL: Final = (BadRequest, DeadlinePassed, BodyTooLarge, UnsupportedField)
+OF_BODIES: Final = (*OF_BODIES_WITHOUT_MODEL, ModelNotFound)
 OF_GENERATION: Final = (*OF_BODIES, NotAdmitted, NoWorker)
 OF_TOKENIZING: Final = (*OF_BODIES, NotAdmitted)
 
@@ -123,6 +127,17 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("get", "/metrics", "Metrics of the whole cluster as Prometheus text", "text/plain"),
     Route("get", "/admin/workers", "Lists the workers", operator_answers.WorkerRow, many=True),
     Route(
+        "post",
+        "/admin/workers/{worker_id}/drain",
+        "Lets a worker finish what it has, and leave",
+        operator_answers.WorkerRow,
+        status=ACCEPTED,
+        body=DrainFields,
+        body_optional=True,
+        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, ObjectNotFound),
+        example={"deadline_s": 60},
+    ),
+    Route(
         "get",
         "/admin/requests/{request_id}",
         "The timeline of a request, running or ended a while ago",
@@ -142,6 +157,7 @@ TIMELINE_OF_ANSWER: Final = {
 PARAMETERS: Final[Mapping[str, str]] = {
     "name": "Name of a served model.",
     "request_id": "The id of an answer.",
+    "worker_id": "The id of a worker, as /admin/workers lists it.",
 }
 
 WHEN: Final[Mapping[type[KvferryError], str]] = {
@@ -149,7 +165,7 @@ WHEN: Final[Mapping[type[KvferryError], str]] = {
     "does not fit the context, or a body that is not JSON. param names the field.",
     Unauthorized: "No key, or none that is valid.",
     ModelNotFound: "No model of this name is served.",
-    ObjectNotFound: "The id is unknown, or was forgotten.",
+    ObjectNotFound: "The id is unknown, was forgotten, or is that of a lost worker.",
     DeadlinePassed: "The body did not arrive in time, or the request waited too long before its first token.",
     BodyTooLarge: "The body has more bytes than this server takes.",
     UnsupportedField: "A field that we do not know, or a value that asks for an effect that we do not have. param "
@@ -258,7 +274,7 @@ def _operation(route: Route, facts: Facts) -> dict[str, Any]:
         "operationId": _operation_id(route),
         "summary": route.summary,
         "parameters": _parameters(route),
-        "responses": {"200": _answered(route)}
+        "responses": {str(route.status): _answered(route)}
         | {str(error.status): {"$ref": f"#/components/responses/{_name(error)}"} for error in errors},
     }
     if route.body is not None:
@@ -289,7 +305,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 def _body(route: Route, facts: Facts) -> dict[str, Any]:
     assert route.body is not None
     return {
-        "required": True,
+        "required": not route.body_optional,
         "description": f"JSON of at most {facts.max_body_bytes} bytes and {MAX_DEPTH} levels of nesting, sent within "
         f"{facts.body_timeout_s:g} s, whatever its Content-Type.",
         "content": {JSON: {"schema": _ref(route.body), "example": example(route, facts.served_models)}},
@@ -297,7 +313,8 @@ def _body(route: Route, facts: Facts) -> dict[str, Any]:
 
 
 def example(route: Route, served_models: Sequence[str]) -> dict[str, Any]:
-    return {"model": served_models[0], **route.example}
+    named = route.body is not None and "model" in route.body.model_fields
+    return {"model": served_models[0], **route.example} if named else dict(route.example)
 
 
 def _answered(route: Route) -> dict[str, Any]:

@@ -44,10 +44,12 @@ class ResponseWriter:
     def writing(self) -> bool:
         return self._turn.locked()
 
-    async def whole(self, body: bytes, content_type: bytes = b"application/json") -> None:
+    async def whole(
+        self, body: bytes, content_type: bytes = b"application/json", *, status: int = 200
+    ) -> None:
         headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
         async with self._turn:
-            await self._start(200, headers)
+            await self._start(status, headers)
             await self._body(body, more=False)
 
     async def events(self, data: bytes, more: bool = True) -> None:

@@ -34,6 +34,10 @@ WORDS: Final[dict[str, str]] = {
     "with add_generation_prompt.",
     "chat_template_kwargs": "More names for the chat template, such as enable_thinking; none that the server sets, and "
     "none that ends in _token. At most 16 KiB of JSON.",
+    # Of workers
+    "DrainFields": "How a worker is to be drained. Without a body, or with {}, everything is at its default.",
+    "deadline_s": "Seconds for what runs on the worker; what has not ended by then goes on at another worker. Asked "
+    "again, the earlier deadline counts.",
     # Token ids
     "TokenizeFields": "A text or a chat: either prompt or messages, and only with messages what its template takes.",
     "TokenizeFields.prompt": "The text.",

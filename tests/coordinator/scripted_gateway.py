@@ -133,6 +133,7 @@ class ScriptedGateway:
     cancelled: list[tuple[RequestId, str, float]] = field(default_factory=list)
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
     deltas_taken: int = 0
+    drained: list[tuple[str, float]] = field(default_factory=list)
     phase: str | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics(("default", "fast")))
     minted: int = 0
@@ -141,7 +142,7 @@ class ScriptedGateway:
         self.script = lambda _: Script(list(ids), **how)
 
     def reset(self) -> None:
-        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn):
+        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn, self.drained):
             seen.clear()
         self.deltas_taken = 0
         self.context, self.unhealthy, self.phase = 8192, None, None
@@ -173,6 +174,13 @@ class ScriptedGateway:
 
     def workers(self) -> list[dict[str, Any]]:
         return [{"id": "decode-0", "role": "decode"}]
+
+    def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
+        row = next((row for row in self.workers() if row["id"] == worker_id), None)
+        if row is None:
+            return None
+        self.drained.append((worker_id, deadline_s))
+        return {**row, "state": "draining"}
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
         if request_id == "known":

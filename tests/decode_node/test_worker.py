@@ -6,6 +6,7 @@ import pytest
 
 from common.batching import BatchingCore
 from common.effects import Effect, ToCoordinator, ToFront, ToSender
+from common.lifecycle import Phase
 from common.messages import (
     Abort,
     Accept,
@@ -27,7 +28,7 @@ from common.messages import (
     Stop,
     Tokens,
 )
-from common.request import Key, Request, WorkerId, pack_ids
+from common.request import Key, Request, RequestId, WorkerId, pack_ids
 from decode_node.worker import DecodeWorker
 from tests.common.stepping import (
     BLOCK,
@@ -371,11 +372,13 @@ def test_a_later_attempt_ends_the_earlier_and_fences_it() -> None:
 
 
 def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
+    """An offer is of what was given out before: its KV is on its way here already."""
     bench = Bench()
     bench.owned(A)
     bench.worker.draining = True
-    (refused,) = bench.offer(request("b", prompt(5)))
+    (refused,) = bench.hear(Decode(RequestId("b"), attempt(1), request("b", prompt(5)), b""))
     assert isinstance(refused, Refused) and refused.reason == "draining"
+    bench.owned(request("c", prompt(5)))
     while not bench.worker.idle:
         bench.step()
     bench.check_empty()
@@ -415,4 +418,25 @@ def test_heartbeat_tells_what_is_held() -> None:
     assert beat.load.blocks_held == bench.core.pool.held and beat.last_seq == {"front": 2}
     for key in bench.worker.live_keys():
         bench.worker.abort(key, "not wanted", bench.now)
+    bench.check_empty()
+
+
+def test_a_delivery_that_raises_costs_its_own_request_alone() -> None:
+    """A move that the table does not hold, met in a turn and not by a message: blocks back, said, the other joins."""
+    bench = Bench()
+    bad, good = request("bad", prompt(10), 4), request("good", prompt(11), 4)
+    for wanted in (bad, good):
+        (accept,) = bench.offer(wanted)
+        assert isinstance(accept, Accept)
+        bench.frames(wanted, list(accept.wanted))
+        bench.hear(handover_of(wanted), P)
+    seqs = bench.worker._scheduler.sequences()
+    seqs[0].life.phase = Phase.QUEUED
+    ends = {m.key: m for m in bench.turn() if isinstance(m, Ended)}
+    assert list(ends) == [seqs[0].key]
+    assert (ends[seqs[0].key].outcome, ends[seqs[0].key].retryable) == ("failed", False)
+    assert "IllegalMove" in ends[seqs[0].key].reason
+    assert bench.worker.live_keys() == [seqs[1].key]
+    while not bench.worker.idle:
+        bench.step()
     bench.check_empty()

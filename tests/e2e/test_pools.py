@@ -175,12 +175,7 @@ def test_BR_089_a_killed_worker_is_replaced_and_its_streams_go_on(
         assert heard.wait(60)
         os.kill(victim["pid"], signal.SIGKILL)
         assert [one.result() for one in running] == alone
-
-    def is_back() -> bool:
-        row = service.worker(victim["id"])
-        return bool(row["pid"] != victim["pid"] and row["state"] == "ready")
-
-    until(is_back, f"{victim['id']} did not come back")
+    until(lambda: _is_back(service, victim["id"], victim["pid"]), f"{victim['id']} did not come back")
     service.until_idle()
     assert [service.complete(prompt, **fields)["text"] for prompt in prompts[:2]] == alone[:2]
 
@@ -209,6 +204,40 @@ def test_a_frozen_worker_is_passed_over_and_taken_back(service: Service, text_id
     assert service.worker("decode-1")["pid"] == frozen, "it needed no new life"
     service.until_idle()
     assert [service.complete(prompt, **fields)["text"] for prompt in prompts[:2]] == alone[:2]
+
+
+def test_workers_are_restarted_in_turn_under_load(service: Service, text_ids: list[int]) -> None:
+    """Issue 4, point 4, on a small scale: nobody notices that one worker of each role is drained and comes again."""
+    prompts = [text_ids[25 * i : 25 * i + 45] for i in range(4)]
+    fields: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    alone = [service.complete(prompt, **fields)["text"] for prompt in prompts]
+    before = {worker: service.worker(worker)["pid"] for worker in ("decode-0", "prefill-0")}
+    over = threading.Event()
+
+    def client(index: int) -> int:
+        answers = 0
+        while not over.is_set() or not answers:
+            assert streamed(service.url, prompts[index], **fields) == alone[index]
+            answers += 1
+        return answers
+
+    with ThreadPoolExecutor(4) as threads:
+        clients = [threads.submit(client, index) for index in range(4)]
+        try:
+            for worker, pid in before.items():
+                answer = service.post(f"/admin/workers/{worker}/drain", {"deadline_s": 20})
+                assert (answer.status_code, answer.json()["state"]) == (202, "draining")
+                until(lambda w=worker, p=pid: _is_back(service, w, p), f"{worker} did not come back")  # type: ignore[misc]
+        finally:
+            over.set()
+        assert min(one.result() for one in clients) >= 2
+    assert service.log().count("left (exit code 0), starting it again") == 2
+    service.until_idle()
+
+
+def _is_back(service: Service, worker: str, pid: int) -> bool:
+    row = service.worker(worker)
+    return bool(row["pid"] != pid and row["state"] == "ready")
 
 
 def test_a_killed_coordinator_comes_back_to_its_workers(service: Service, text_ids: list[int]) -> None:

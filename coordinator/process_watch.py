@@ -1,0 +1,58 @@
+"""Says that a worker of this machine has died as soon as the system knows it: no heartbeat need be missed first.
+
+Where the worker is elsewhere, or the system has no such thing, heartbeats have to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from common.messages import Register, Sender
+from common.request import Incarnation, WorkerId
+
+READ_FIRST_S = 0.05
+"""What a process said last lies in our sockets when its end is known, and is read first: a worker that leaves after a
+drain has said of each request where it went."""
+
+Life = tuple[WorkerId, Incarnation]
+
+
+class ProcessWatch:
+    """Use inside a running event loop. `died` hears of each life at most once."""
+
+    def __init__(self, died: Callable[[WorkerId, Incarnation], None]) -> None:
+        self._died = died
+        self._watched: dict[Life, int] = {}  # → file descriptor of its process
+        self._closed = False
+
+    def watch(self, card: Register, sender: Sender) -> None:
+        life = (WorkerId(sender.name), sender.incarnation)
+        if life in self._watched or card.host != socket.gethostname():
+            return
+        try:
+            process = os.pidfd_open(card.pid)
+        except (AttributeError, OSError):
+            return
+        self._watched[life] = process
+        asyncio.get_running_loop().add_reader(process, self._ended, life)
+
+    def close(self) -> None:
+        self._closed = True
+        for life in list(self._watched):
+            self._unwatch(life)
+
+    def _ended(self, life: Life) -> None:
+        self._unwatch(life)
+        asyncio.get_running_loop().call_later(READ_FIRST_S, self._say, life)
+
+    def _say(self, life: Life) -> None:
+        if not self._closed:
+            self._died(*life)
+
+    def _unwatch(self, life: Life) -> None:
+        process = self._watched.pop(life)
+        asyncio.get_running_loop().remove_reader(process)
+        os.close(process)

@@ -1,0 +1,154 @@
+"""Draining a worker, as the coordinator and its HTTP route do it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, RequestEnded, Started
+from common.request import Incarnation, WorkerId
+from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
+from tests.coordinator.scripted_gateway import Served
+
+P0 = WorkerId("p0")
+
+
+def four() -> ClusterBench:
+    return ClusterBench("p0", "p1", "d0", "d1")
+
+
+def drain(bench: ClusterBench, name: str, deadline_s: float = 30.0) -> list[tuple[str, Message]]:
+    effects = bench.cluster.drain(WorkerId(name), deadline_s, bench.now)
+    assert effects is not None
+    return bench.note(effects)
+
+
+def states(bench: ClusterBench) -> dict[str, str]:
+    return {row["id"]: row["state"] for row in bench.cluster.registry.rows()}
+
+
+def leave(bench: ClusterBench, name: str) -> list[tuple[str, Message]]:
+    return bench.note(
+        bench.cluster.worker_died(WorkerId(name), Incarnation(bench.incarnations[name]), bench.now)
+    )
+
+
+def test_it_shows_at_once_and_nothing_new_goes_there() -> None:
+    bench = four()
+    assert drain(bench, "p0", 12.0) == [("p0", Drain(12.0))]
+    assert drain(bench, "d1", 12.0) == [("d1", Drain(12.0))]
+    assert states(bench) == {"p0": "draining", "p1": "ready", "d0": "ready", "d1": "draining"}
+    pairs = {bench.dispatched(name)[1:] for name in ("a", "b", "c")}
+    assert pairs == {("p1", "d0")}
+
+
+def test_a_lost_drain_is_said_again_until_a_heartbeat_shows_it() -> None:
+    bench = four()
+    drain(bench, "p0", 10.0)
+    bench.now = 4.0
+    ack = ("p0", HeartbeatAck(True))
+    assert bench.say("p0", heartbeat()) == [ack, ("p0", Drain(6.0))]
+    assert states(bench)["p0"] == "draining", "an older heartbeat takes nothing back"
+    bench.now = 14.0
+    assert bench.say("p0", heartbeat()) == [ack, ("p0", Drain(0.0))]
+    assert bench.say("p0", heartbeat(draining=True)) == [ack]
+    bench.join("p0")
+    assert states(bench)["p0"] == "draining", "it registers again in the same life"
+    bench.join("p0", incarnation=2)
+    assert states(bench)["p0"] == "ready", "its next life is a new worker"
+
+
+def test_asked_again_the_earlier_deadline_counts() -> None:
+    bench = four()
+    drain(bench, "p0", 10.0)
+    assert drain(bench, "p0", 60.0) == [("p0", Drain(10.0))]
+    assert drain(bench, "p0", 5.0) == [("p0", Drain(5.0))]
+
+
+def test_unknown_and_lost_workers_cannot_be_drained() -> None:
+    bench = four()
+    assert bench.cluster.drain(WorkerId("p9"), 1.0, bench.now) is None
+    leave(bench, "p0")
+    assert bench.cluster.drain(P0, 1.0, bench.now) is None
+
+
+def test_who_leaves_after_a_drain_is_not_counted_as_lost() -> None:
+    bench = four()
+    drain(bench, "p0")
+    leave(bench, "p0")
+    assert bench.cluster.counters.total("workers_lost_total") == 0
+    assert states(bench)["p0"] == "lost" and "p0 left" in bench.cluster.notices[-1]
+    leave(bench, "p1")
+    assert bench.cluster.counters.total("workers_lost_total") == 1
+
+
+def test_a_request_survives_any_number_of_workers_that_leave_under_it() -> None:
+    """Two deaths under one request make it poison; leaving is no death."""
+    bench = ClusterBench("d0", "d1")
+    bench.submit(request("a"))
+    for life in range(2, 5):
+        tracked = bench.cluster.tracker.all()[0]
+        assert tracked.decode is not None
+        worker = str(tracked.decode)
+        bench.say(worker, Started(*tracked.key, "prefilling"))
+        drain(bench, worker)
+        leave(bench, worker)
+        bench.join(worker, incarnation=life)
+    assert not [m for m in bench.fronts if isinstance(m, RequestEnded)]
+    assert bench.cluster.tracker.all()[0].deaths == 0
+
+
+def test_what_is_left_at_the_deadline_goes_on_elsewhere() -> None:
+    bench = four()
+    key, _, decode = bench.decoding(tokens_out=3)
+    drain(bench, decode)
+    told = bench.say(decode, Ended(*key, outcome="aborted", reason="the worker shuts down"))
+    (again,) = [m for _, m in told if isinstance(m, Prefill)]
+    assert again.attempt > key[1] and again.target is not None and again.target.worker != decode
+    assert [m for _, m in told if isinstance(m, Abort)], "the old attempt is fenced"
+
+
+# ---------------------------------------------------------------- over HTTP
+
+PATH = "/admin/workers/decode-0/drain"
+
+
+@pytest.mark.parametrize(
+    ("content", "deadline_s"),
+    [(b"", 30.0), (b"{}", 30.0), (b'{"deadline_s": null}', 30.0), (b'{"deadline_s": 2}', 2.0)],
+)
+def test_the_answer_is_the_workers_row(
+    served: Served, client: httpx.Client, content: bytes, deadline_s: float
+) -> None:
+    for _ in range(2):
+        answer = client.post(PATH, content=content)
+        assert answer.status_code == 202
+        assert answer.json() == {"id": "decode-0", "role": "decode", "state": "draining"}
+    assert served.gateway.drained == [("decode-0", deadline_s)] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "param"),
+    [
+        (b'{"deadline_s": -1}', 400, "deadline_s"),
+        (b'{"deadline_s": 3601}', 400, "deadline_s"),
+        (b'{"deadline_s": 1e309}', 400, "deadline_s"),
+        (b'{"deadline_s": "1"}', 400, "deadline_s"),
+        (b'{"deadline_s": true}', 400, "deadline_s"),
+        (b'{"deadline": 1}', 422, "deadline"),
+        (b"[]", 400, None),
+        (b"{", 400, None),
+    ],
+)
+def test_bad_bodies_drain_nobody(
+    served: Served, client: httpx.Client, content: bytes, status: int, param: str | None
+) -> None:
+    answer = client.post(PATH, content=content)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert served.gateway.drained == []
+
+
+def test_an_unknown_worker(client: httpx.Client) -> None:
+    answer = client.post("/admin/workers/nobody/drain")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "worker_not_found"

@@ -1,0 +1,242 @@
+"""A worker's loop around a real decode worker: how it drains, and what a handler that raises costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from bench.virtual_model import VirtualModel
+from common.batching import Batch, BatchingCore
+from common.blocks import BlockPool
+from common.errors import IllegalMove
+from common.messages import Decode, Drain, Ended, Message, Refused, Sender, Stop
+from common.request import (
+    Attempt,
+    FrontId,
+    Grammar,
+    Incarnation,
+    Key,
+    Request,
+    RequestId,
+    SamplingParams,
+    pack_ids,
+)
+from decode_node.worker import DecodeWorker
+from transfer.receiver import TransferReceiver
+from transfer.worker_loop import WorkerLoop
+
+COORDINATOR = Sender("coordinator", Incarnation(1))
+FOR_EVER = 2000
+LIMIT_S = 5.0
+
+
+class NoGrammars:
+    def is_compiled(self, grammar: Grammar) -> bool:
+        return True
+
+    def compile(self, grammar: Grammar) -> str | None:
+        return None
+
+
+class BareLinks:
+    """Sockets to nowhere: keeps what is said, and lets the test say what comes."""
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+        self.hear: Callable[[Message, Sender], None] | None = None
+
+    def start(self, _: str, on_control: Callable[[Message, Sender], None], *others: object) -> None:
+        self.hear = on_control
+
+    def to_coordinator(self, message: Message) -> None:
+        self.said.append(message)
+
+    def to_front(self, front: str, message: Message) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Scene:
+    """A loop that runs, with a worker of 256 blocks whose steps take a millisecond."""
+
+    def __init__(self) -> None:
+        core = BatchingCore(
+            BlockPool(256),
+            block_size=16,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            prefix_caching=False,
+            fingerprint="f",
+        )
+        self.pool = core.pool
+        self.model = VirtualModel(num_blocks=256, block_size=16, max_num_seqs=4)
+        self.node = DecodeWorker(core, TransferReceiver(block_bytes=100), fingerprint="f", block_bytes=100)
+        self.links = BareLinks()
+        self.loop = WorkerLoop(
+            self.node,
+            self._step,
+            NoGrammars(),
+            cast(Any, None),
+            cast(Any, self.links),
+            cast(Any, Refused(RequestId(""), Attempt(0), "stands for a registration")),
+            shutdown_timeout_s=LIMIT_S,
+        )
+
+    def _step(self, batch: Batch) -> Any:
+        time.sleep(0.001)
+        return self.model.run(batch), {}
+
+    def hear(self, message: Message) -> None:
+        assert self.links.hear is not None
+        self.links.hear(message, COORDINATOR)
+
+    def give(self, name: str, max_tokens: int) -> Key:
+        request = Request(
+            RequestId(name), pack_ids(range(20)), SamplingParams(max_tokens=max_tokens), FrontId("f")
+        )
+        self.hear(Decode(RequestId(name), Attempt(1), request, b""))
+        return (RequestId(name), Attempt(1))
+
+    def ends(self) -> dict[Key, tuple[str, bool]]:
+        return {m.key: (m.outcome, m.retryable) for m in self.links.said if isinstance(m, Ended)}
+
+    def play(self, act: Callable[[], Awaitable[None]]) -> float:
+        """Runs the loop while `act` does its part; how long it took to end after that."""
+
+        async def both() -> float:
+            running = asyncio.create_task(self.loop.run("nowhere"))
+            await asyncio.sleep(0)
+            await act()
+            began = asyncio.get_running_loop().time()
+            await asyncio.wait_for(running, LIMIT_S)
+            return asyncio.get_running_loop().time() - began
+
+        took_s = asyncio.run(both())
+        assert self.node.idle
+        return took_s
+
+
+def test_a_drain_lets_what_runs_end_and_takes_nothing_new() -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        key = scene.give("a", 200)
+        scene.hear(Drain(LIMIT_S))
+        for _ in range(3):  # of the loop's turns: the drain begins
+            await asyncio.sleep(0)
+        assert not scene.node.idle, "it was over before the drain began"
+        late = scene.give("b", 1)
+        assert [m.key for m in scene.links.said if isinstance(m, Refused) and m.reason == "draining"] == [
+            late
+        ]
+        assert key not in scene.ends()
+
+    scene.play(act)
+    assert scene.ends() == {(RequestId("a"), Attempt(1)): ("finished", True)}
+    assert scene.pool.held == 0
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.1])
+def test_what_has_not_ended_by_the_deadline_is_given_back(deadline_s: float) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.give("a", FOR_EVER)
+        scene.hear(Drain(deadline_s))
+
+    took_s = scene.play(act)
+    assert deadline_s <= took_s < deadline_s + 1.0
+    assert scene.ends() == {(RequestId("a"), Attempt(1)): ("aborted", True)}, "it goes on elsewhere"
+
+
+def test_asked_again_the_earliest_deadline_counts() -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.give("a", FOR_EVER)
+        for deadline_s in (60.0, 0.1, 60.0):
+            scene.hear(Drain(deadline_s))
+
+    assert scene.play(act) < 1.0
+
+
+def test_a_first_signal_after_a_drain_still_drains_and_a_second_one_stops_at_once() -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.give("a", FOR_EVER)
+        scene.hear(Drain(60.0))
+        scene.loop.stop()
+        await asyncio.sleep(0.1)
+        assert not scene.node.idle, "it has its time"
+        scene.loop.stop()
+
+    assert scene.play(act) < 1.0
+    assert scene.ends() == {(RequestId("a"), Attempt(1)): ("aborted", True)}
+
+
+# ---------------------------------------------------------------- a handler that raises
+
+
+def illegal(*_: object) -> Any:
+    raise IllegalMove("a request cannot go from here to there")
+
+
+def test_a_handler_that_raises_costs_its_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Stop for "a" that cannot be carried out: "a" ends at once, for good, its blocks are back, "b" goes on."""
+    scene = Scene()
+
+    async def act() -> None:
+        a, b = scene.give("a", FOR_EVER), scene.give("b", 200)
+        await asyncio.sleep(0.02)
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_end_on_command", illegal)
+            scene.hear(Stop(*a))
+        assert scene.ends() == {a: ("failed", False)}
+        assert scene.node.live_keys() == [b]
+        scene.hear(Drain(LIMIT_S))
+
+    scene.play(act)
+    assert scene.ends()[(RequestId("b"), Attempt(1))] == ("finished", True)
+    assert scene.pool.held == 0
+    assert scene.node.records.counters.values["internal_errors_total"] == 1
+
+
+def test_what_could_not_be_taken_fails_too_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_decode", illegal)
+            a = scene.give("a", 5)
+        scene.give("a", 5)  # the coordinator asks again
+        assert [m.key for m in scene.links.said if isinstance(m, Ended) and not m.retryable] == [a, a]
+        assert scene.node.idle
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
+
+
+def test_only_our_own_words_go_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    errors = [IllegalMove("a request cannot go back"), KeyError("what the client sent")]
+
+    def raises(*_: object) -> Any:
+        raise errors.pop(0)
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "_decode", raises)
+            for name in ("a", "b"):
+                scene.give(name, 5)
+        said = [m.reason for m in scene.links.said if isinstance(m, Ended)]
+        assert said == ["IllegalMove: a request cannot go back", "KeyError"]
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
