@@ -17,7 +17,9 @@ MAX_TEXT_BYTES = 64 << 10
 TRIED_TOKENS = 4
 TOO_LARGE = "asks for more than the limits of the grammar library allow; make it smaller"
 
+_REFUSED = "is refused by the grammar library"
 _SAID: tuple[tuple[str, str], ...] = (
+    (r"doesn't satisfy the grammar", _REFUSED),  # goes on with what was expected, which may hold any word
     (r"too (big|many|complex|large)|limit|fuel|items; max", TOO_LARGE),
     (r"NoExtension", "asks for bytes that no token of this model has"),
     (r"oneOf", "oneOf: branches that may overlap cannot be told apart; use anyOf"),
@@ -93,6 +95,4 @@ def _plain(said: str) -> str:
     keys = re.search(r'Unimplemented keys: \["([$A-Za-z]+)"', said)
     if keys is not None:
         return f"{keys[1]}: answers cannot be held to this keyword"
-    return next(
-        (words for sign, words in _SAID if re.search(sign, said)), "is refused by the grammar library"
-    )
+    return next((words for sign, words in _SAID if re.search(sign, said)), _REFUSED)

@@ -214,7 +214,8 @@ class RequestBuilder:
                 param="ignore_eos",
                 code="invalid_value",
             )
-        self.structured.check_stop_ids(fields.stop_token_ids)
+        self.structured.check_length(grammar, "tools")
+        self.structured.check_stop_ids(fields.stop_token_ids, tools.shown_ids)
         for index, tool in enumerate(fields.tools):
             if tool.function.name in tools.functions and tool.function.parameters is not None:
                 fault = first_fault(tool.function.parameters)

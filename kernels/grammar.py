@@ -89,11 +89,25 @@ class Matcher:
             packed = self._state.compute_bitmask()
         bits = np.frombuffer(packed, dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._compiler.vocab_size, bitorder="little").view(bool)
+        may_end = self._state.is_accepting()
+        if not may_end:
+            self._spell_out(allowed)
         allowed[self._compiler.own_ends] = False
-        allowed[list(end_token_ids)] = self._state.is_accepting()
+        allowed[list(end_token_ids)] = may_end
         if not allowed.any():
             raise GrammarFault(f"its grammar {_reason('NoExtension')}")
         return allowed
+
+    def _spell_out(self, allowed: np.ndarray) -> None:
+        """Where one text alone can follow, the library allows the first token that the tokenizer makes of it, and
+        none beside. Of a text like "<|im_end|>" that is a special token, which the same library then refuses: only the
+        letters can stand there, and their longest token takes its place."""
+        if np.count_nonzero(allowed) != 1 or self._state.validate_tokens([int(allowed.argmax())]):
+            return
+        plain = self._compiler.plain_token(self._state.compute_ff_bytes())
+        if plain is not None and self._state.validate_tokens([plain]):
+            allowed[:] = False
+            allowed[plain] = True
 
     def _start_afresh_or_fail(self) -> None:
         is_new = False
@@ -137,6 +151,11 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self.own_ends = end_ids(self._folder)
                 self._tokenizer = load_tokenizer(self._folder, self.vocab_size, self.own_ends)
+
+    def plain_token(self, text: bytes) -> int | None:
+        """The longest token, none of the special ones, that `text` begins with."""
+        assert self._tokenizer is not None
+        return next(iter(self._tokenizer.greedy_tokenize(text.decode(errors="ignore"))), None)
 
     def compile(self, kind: str, text: str) -> LLMatcher:
         """Compiles it unless it is there, and makes it the last used one. Raises BadGrammar."""
@@ -218,6 +237,8 @@ def _grammar_of(kind: str, text: str) -> str:
 
 def _reason(error: str) -> str:
     """The library's words can quote the grammar, which is the user's; only what kind of fault it is goes on."""
+    if "doesn't satisfy the grammar" in error:  # goes on with what was expected, which may hold any word
+        return "is refused by the grammar library"
     too_large = ("too big", "too many", "too complex", "too large", "limit", "fuel", "items; max")
     if any(word in error.lower() for word in too_large):
         return TOO_LARGE

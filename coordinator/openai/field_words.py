@@ -113,7 +113,7 @@ WORDS: Final[dict[str, str]] = {
     "json": "A JSON schema, as an object or as its text.",
     "regex": "A regular expression that the whole answer matches.",
     "choice": "Texts of which the answer is one.",
-    "grammar": "A grammar in Lark, as llguidance takes it, without directives.",
+    "grammar": "A grammar in Lark, as llguidance takes it, without %json, %regex, %llguidance, tokens and @.",
     "json_object": "Whether the answer is any JSON object.",
     "guided_json": "An older name of structured_outputs.json.",
     "guided_regex": "An older name of structured_outputs.regex.",

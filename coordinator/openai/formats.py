@@ -8,9 +8,10 @@ its schema. Lark is the grammar language of llguidance.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from common.errors import BadRequest
 from common.request import Grammar
@@ -19,6 +20,7 @@ from coordinator.openai import neutral_fields, schema_keywords
 from coordinator.openai.fields import UNSUPPORTED, Fields, problem, refusal, whole_text
 
 MAX_GRAMMAR_CHARS = 64 << 10
+"""Looked at before anything else is done with a form: a body may be a hundred times as long."""
 MAX_CHOICES = 4096
 JSON_SPACING: Final = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """Said to the grammar library inside the schema, so that the text alone is the whole grammar."""
@@ -27,23 +29,44 @@ JSON_SPACING: Final = {"item_separator": ", ", "key_separator": ": ", "whitespac
 def _schema(value: Any) -> Any:
     """A schema as an object or, as vLLM takes it too, as the text of one."""
     if isinstance(value, str):
+        _check_length(value)
         try:
             value = parse_object(whole_text(value).encode())
         except BadRequest as error:
             raise problem("must be a JSON schema, as an object or as its text") from error
     if not isinstance(value, dict):
         raise problem("must be a JSON schema, which is an object")
+    _check_length(_written(value))
     fault = schema_keywords.first_fault(value)
     if fault is not None:
         raise problem(fault)
     return value
 
 
+def _check_length(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise problem(f"is longer than {MAX_GRAMMAR_CHARS} bytes")
+
+
+def _choices(values: list[str]) -> list[str]:
+    if sum(map(len, values)) > MAX_GRAMMAR_CHARS:
+        raise problem(f"is longer than {MAX_GRAMMAR_CHARS} bytes, all strings together")
+    return values
+
+
 def _lark(value: Any) -> Any:
-    """Directives of the library would bring in schemas and settings past the checks made here."""
-    for word in ("%json", "%llguidance", "%regex"):
-        if isinstance(value, str) and word in value:
-            raise problem(f"{word} is not taken here")
+    """What the library's Lark has and answers are not held to here: directives would bring in schemas and settings past
+    the checks, a token by its id could be one that ends an answer, and attributes can say how to sample."""
+    if not isinstance(value, str):
+        return value
+    rest = _LARK_TEXTS.sub(" ", value)
+    sign = _LARK_NOT_TAKEN.search(rest)
+    if sign is not None:
+        raise problem(f"{sign[0]} is not taken here, other than inside a string")
+    for found in _LARK_ATTRIBUTES.finditer(rest):
+        names = {part.partition("=")[0].strip() for part in found[1].split(",")}
+        if not names <= _LARK_ATTRIBUTES_TAKEN:
+            raise problem("takes no attributes of rules but lazy, stop and suffix")
     return value
 
 
@@ -62,6 +85,7 @@ Lark = Annotated[Pattern, BeforeValidator(_lark, json_schema_input_type=Pattern)
 Choices = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]],
     Field(min_length=1, max_length=MAX_CHOICES),
+    AfterValidator(_choices),
 ]
 
 
@@ -122,9 +146,20 @@ def grammar_of_schema(schema: dict[str, Any]) -> Grammar:
 
 def embedded_schema(schema: dict[str, Any]) -> str:
     """The schema with our spacing, as it may also stand behind %json in Lark. Equal schemas give equal texts."""
-    return json.dumps({**schema, "x-guidance": JSON_SPACING}, ensure_ascii=False)
+    return _written({**schema, "x-guidance": JSON_SPACING})
 
 
+def _written(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)
+
+
+_LARK_TEXTS: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])*/?')
+"""Comments, strings and regular expressions of a Lark grammar, open ones too: so none is gone through twice."""
+_LARK_NOT_TAKEN: Final = re.compile("%json|%llguidance|%regex|[<@]")
+_LARK_ATTRIBUTES: Final = re.compile(r"\[([^\[\]]*)\]\s*:")
+_LARK_ATTRIBUTES_TAKEN: Final = frozenset({"lazy", "stop", "suffix", ""})
+_PUNCTUATION: Final = re.compile(r"[!-/:;=?@\[-`{-~]")
+"""What the grammar library lets a backslash stand before: of ASCII all but letters, digits, < and >."""
 ANY_OBJECT: Final = grammar_of_schema({"type": "object"})
 
 
@@ -142,5 +177,5 @@ def grammar_of(
 
 
 def _literal(text: str) -> str:
-    """A regular expression that matches this text alone."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+    """A regular expression that matches this text alone, at most twice as long."""
+    return _PUNCTUATION.sub(r"\\\g<0>", text)

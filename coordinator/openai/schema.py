@@ -177,7 +177,7 @@ class CompletionFields(Fields):
 
     @model_validator(mode="after")
     def _one_grammar(self) -> CompletionFields:
-        asked = self._grammars()
+        asked = self._forms
         if len(asked) > 1:
             field = asked[1][1].partition(".")[0]
             why = f"asks for a form of the answer, and {asked[0][1].partition('.')[0]} does too; give one of them"
@@ -187,7 +187,8 @@ class CompletionFields(Fields):
             raise PydanticCustomError("bad_value", "{why}", {"field": "ignore_eos", "why": why})
         return self
 
-    def _grammars(self) -> list[tuple[Grammar, str]]:
+    @cached_property
+    def _forms(self) -> list[tuple[Grammar, str]]:
         found = [
             self.response_format.grammar() if self.response_format is not None else None,
             self.structured_outputs.as_grammar() if self.structured_outputs is not None else None,
@@ -198,10 +199,10 @@ class CompletionFields(Fields):
         ]
         return [one for one in found if one is not None]
 
-    @cached_property
+    @property
     def form(self) -> tuple[Grammar, str] | None:
         """What the answer must look like, and the field that says so."""
-        return next(iter(self._grammars()), None)
+        return next(iter(self._forms), None)
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> CompletionFields:

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from common.request import Grammar
+from coordinator.openai.formats import embedded_schema
 from coordinator.tools.calls import Rule, hermes, llama3_json, mistral
 
 FamilyName = Literal["hermes", "llama3_json", "mistral"]
 MAX_FORCED_CALLS = 8
 """Of an answer that must hold calls and may hold several: some end must be sure."""
-
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python writes JSON, and templates with it: no white space that could go on for ever."""
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SHAPES = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MISTRAL_ID_CHARS = 9
@@ -52,7 +50,7 @@ class Family:
             lines.append(
                 f"body_{index}: {self._body(name)[0]} arguments_{index} {self._body(name)[1]}".rstrip()
             )
-            lines.append(f"arguments_{index}: %json {json.dumps(_embedded(schema))}")
+            lines.append(f"arguments_{index}: %json {embedded_schema(_of_arguments(schema))}")
         return Grammar("lark", "\n".join(lines))
 
     def _body(self, name: str) -> tuple[str, str]:
@@ -66,13 +64,11 @@ class Family:
         return digest[:_MISTRAL_ID_CHARS] if self.name == "mistral" else f"call_{digest}"
 
 
-def _embedded(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema as it stands in a grammar. OpenAI: a function without parameters takes an empty object."""
+def _of_arguments(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """What arguments must be. OpenAI: a function without parameters takes an empty object."""
     if schema is None:
-        schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    elif not any(key in schema for key in _SHAPES):
-        schema = _ANY_OBJECT | schema
-    return {**schema, "x-guidance": SPACING}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return schema if any(key in schema for key in _SHAPES) else _ANY_OBJECT | schema
 
 
 def _text(text: str) -> str:

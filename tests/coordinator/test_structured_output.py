@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from common.errors import BadRequest, NotAdmitted
 from common.request import Grammar
 from coordinator import grammar_check, structured_output
-from coordinator.openai import schema_keywords
+from coordinator.openai import formats, schema_keywords
 from coordinator.openai.formats import ANY_OBJECT, JSON_SPACING, grammar_of
 from coordinator.openai.schema import read_chat, read_text
 from coordinator.structured_output import StructuredOutput
@@ -64,7 +66,7 @@ def refusal_of(structured: StructuredOutput, body: dict[str, Any]) -> BadRequest
         ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+"), "structured_outputs.regex"),
         (
             {"structured_outputs": {"choice": ["a.b", "é/😀"]}},
-            Grammar("regex", r"(?:a\x{2e}b)|(?:é\x{2f}\x{1f600})"),
+            Grammar("regex", r"(?:a\.b)|(?:é\/😀)"),
             "structured_outputs.choice",
         ),
         (
@@ -98,10 +100,50 @@ def test_strict_and_description_change_nothing() -> None:
     assert read_chat(CHAT | plain).form == read_chat(CHAT | told).form
 
 
-def test_tokens_of_a_choice_are_literal(structured: StructuredOutput) -> None:
-    found = grammar_of(None, None, ["a|b", ".*", "\n", "\\d", "(", "ſ"], None)
+def test_a_choice_is_literal(structured: StructuredOutput, tokenizer: Tokenizer) -> None:
+    """Every character of ASCII that tokens have, and some that are in no class or two."""
+    texts = ["".join(map(chr, range(32, 127))), "\n\t", "a|b", ".*", "\\d", "(", "é😀\u2028ſ"]
+    found = grammar_of(None, None, texts, None)
     assert found is not None
     assert structured._checker.fault(found[0]) is None
+    library = structured._checker._tokenizer
+    assert library is not None
+    compiled = LLMatcher(library, LLMatcher.grammar_from_regex(found[0].text))
+    for text in texts:
+        state = compiled.deep_copy()
+        assert state.consume_tokens(tokenizer.encode_now(text)) and state.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"guided_choice": ["-" * 65_000] * 64}, "guided_choice"),
+        ({"structured_outputs": {"choice": ["-" * 17] * 4096}}, "structured_outputs.choice"),
+        ({"guided_json": {"type": "object", "description": "x" * 4_000_000}}, "guided_json"),
+        ({"guided_json": json.dumps({"properties": {str(i): {} for i in range(200_000)}})}, "guided_json"),
+        (named({"properties": {str(i): {} for i in range(200_000)}}), "response_format.json_schema.schema"),
+    ],
+)
+def test_a_form_that_is_too_long_is_refused_before_anything_is_done_with_it(
+    body: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in ((formats, "parse_object"), (formats, "_literal"), (schema_keywords, "first_fault")):
+        monkeypatch.setattr(place, name, lambda _: pytest.fail("it was gone through"))
+    with pytest.raises(BadRequest, match="is longer than 65536 bytes") as caught:
+        read_text(TEXT | body)
+    assert caught.value.param == field
+
+
+def test_a_form_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def literal(text: str) -> str:
+        made.append(text)
+        return text
+
+    monkeypatch.setattr(formats, "_literal", literal)
+    fields = read_text(TEXT | {"guided_choice": ["a"]})
+    assert fields.form is fields.form and made == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +236,45 @@ def test_other_refused_grammars(body: dict[str, Any], structured: StructuredOutp
     assert error.param in body and "secret" not in error.message
 
 
+@pytest.mark.parametrize(
+    ("lark", "words"),
+    [
+        ('start: "a" <[2]>', "< is not taken here"),
+        ("start: <|im_end|>", "< is not taken here"),
+        ("start: @other", "@ is not taken here"),
+        ('start: "a" // "\nb: %json {}', "%json is not taken here"),
+        ('start: a\na[temperature=2.0]: "x"', "no attributes of rules but"),
+        ('start: a\na [lazy, max_tokens = 3] : "x"', "no attributes of rules but"),
+    ],
+)
+def test_lark_that_answers_are_not_held_to(lark: str, words: str, structured: StructuredOutput) -> None:
+    assert words in refusal_of(structured, {"guided_grammar": lark}).message
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        'start: "<[2]> @ %json a[temperature=1]:" /<@%json[x]:/ // <a>\n# %json',
+        'start: "a" ["b" | "c"]',
+        'start: a\na[stop="]"]: /b+/',
+        "start: a\na[lazy]: /.*x/",
+        "%import common.INT\nstart: INT",
+    ],
+)
+def test_lark_that_they_are_held_to(lark: str, structured: StructuredOutput) -> None:
+    form = read_text(TEXT | {"guided_grammar": lark}).form
+    assert form is not None
+    asyncio.run(structured.check(*form))
+
+
+@pytest.mark.parametrize("piece", ['"', "/", '"\\', "/a\\\n", "[lazy,", "] ", "[", "a[stop = , "])
+def test_no_lark_is_gone_through_twice(piece: str) -> None:
+    started = time.perf_counter()
+    with contextlib.suppress(BadRequest):
+        read_text(TEXT | {"guided_grammar": piece * (60_000 // len(piece))})
+    assert time.perf_counter() - started < 1, "a hundred times of what it takes"
+
+
 def test_values_are_not_schemas() -> None:
     for keyword in ("enum", "examples"):
         assert schema_keywords.first_fault({keyword: [{"not": 1}]}) is None
@@ -211,6 +292,8 @@ def test_stop_ids_that_have_a_text_could_be_the_only_way_on(
     structured.check_stop_ids(special)
     with pytest.raises(BadRequest, match=r"^stop_token_ids: may hold special tokens only"):
         structured.check_stop_ids([*special, 1000])
+    with pytest.raises(BadRequest, match="none that a forced call is written with"):
+        structured.check_stop_ids(special, written=special[1:])
 
 
 def test_the_edge_refuses_by_the_limits_of_the_workers() -> None:
@@ -294,3 +377,24 @@ def test_what_is_known_is_bounded(
 
     asyncio.run(ask())
     assert checker.asked == list("abcdea") and len(structured._known) == 3
+
+
+def test_what_is_too_long_is_neither_judged_nor_kept(slow: tuple[StructuredOutput, Slow]) -> None:
+    structured, checker = slow
+    checker.go.set()
+    long = Grammar("lark", "a" * 65_537)
+    with pytest.raises(BadRequest, match=r"^tools: is longer than 65536 bytes\.$"):
+        asyncio.run(structured.check(long, "tools"))
+    assert not checker.asked and not structured._known
+
+
+def test_what_is_known_does_not_keep_the_text(slow: tuple[StructuredOutput, Slow]) -> None:
+    structured, checker = slow
+    checker.go.set()
+    for grammar in (
+        Grammar("regex", "a" * 60_000),
+        Grammar("lark", "a" * 60_000),
+        Grammar("regex", "\ud800"),
+    ):
+        asyncio.run(structured.check(grammar, "p"))
+    assert len(checker.asked) == 3 and sum(map(len, structured._known)) == 48

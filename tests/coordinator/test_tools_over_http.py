@@ -290,6 +290,12 @@ def test_a_forced_call_goes_to_the_workers_as_a_grammar(house: House) -> None:
         assert ("get_time" in grammar.text) == (choice == "required")
     house.ask("x")
     assert house.gateway.requests[-1].sampling.grammar is None
+    for marker in MARKERS[house.family]:  # where it ends an answer, no call could be written
+        stop = [house.tokenizer.added_ids[marker]]
+        reply = asyncio.run(
+            post(house.app, ROUTE, CHAT | {"tool_choice": "required", "stop_token_ids": stop})
+        )
+        assert (reply.status, json.loads(reply.body)["error"]["param"]) == (400, "stop_token_ids")
 
 
 def test_a_forced_call_cut_anywhere_shows_nothing_of_its_wrapping(house: House) -> None:
@@ -364,6 +370,16 @@ def test_arguments_that_a_model_got_wrong_do_not_end_the_conversation(house: Hou
             },
             400,
             "tools[0].function.parameters",
+        ),
+        (
+            {
+                "tools": [
+                    WEATHER | {"function": {"name": "a", "parameters": {"not": {}, "title": "x" * 70_000}}}
+                ],
+                "tool_choice": "required",
+            },
+            400,
+            "tools",
         ),
         ({"continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message"),
     ],

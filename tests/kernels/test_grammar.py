@@ -110,6 +110,46 @@ def test_bytes_that_no_token_has_are_a_fault(compiler: GrammarCompiler, tokenize
         compiler.matcher("regex", "a\x04", tokenizer.encode("a").ids).allowed((END,))
 
 
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Grammar("json_schema", '{"const": "a <|im_end|> é"}'), '"a <|im_end|> é"'),
+        (Grammar("regex", r"<\|im_start\|>b limit"), "<|im_start|>b limit"),
+        (Grammar("lark", 'start: "<|im_end|><|im_end|>"'), "<|im_end|><|im_end|>"),
+    ],
+)
+def test_text_that_is_spelled_like_a_special_token_is_text(
+    spec: Grammar, text: str, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    ids = _only_way(compiler, spec)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text and min(ids) > 16
+
+
+def test_a_special_token_that_is_asked_for_by_its_id_is_that(compiler: GrammarCompiler) -> None:
+    assert _only_way(compiler, Grammar("lark", 'start: <[1]> "b"'))[0] == 1
+
+
+def test_text_that_the_tokenizer_would_write_otherwise_stays_as_it_is(
+    smollm2_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """One that composes accents, as several do, before it looks for tokens."""
+    spec = json.loads((smollm2_dir / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"normalizer": {"type": "NFC"}}))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    ids = _only_way(GrammarCompiler(tmp_path, VOCAB), Grammar("regex", "cafe\u0301"))
+    assert tokenizer.decode(ids) == "cafe\u0301"
+
+
+def _only_way(compiler: GrammarCompiler, spec: Grammar) -> list[int]:
+    matcher = compiler.matcher(spec.kind, spec.text, [])
+    ids: list[int] = []
+    while not (mask := matcher.allowed((END,)))[END]:
+        assert mask.sum() == 1
+        ids.append(int(mask.argmax()))
+        matcher.consume(ids[-1:])
+    return ids
+
+
 # ---------------------------------------------------------------- compiling
 
 
