@@ -86,11 +86,13 @@ WORDS: Final[dict[str, str]] = {
     "logit_bias": "Token id, written as a string, to what is added to its logit.",
     # How long, and when it ends
     "max_tokens": "Most tokens of the answer; prompt and answer must fit the context.",
-    "ChatFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: what fits.",
+    "ChatFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: what fits. "
+    "Without stream, all choices together have at most 1,048,576 tokens, or 262,144 log-probabilities.",
     "TextFields.max_tokens": "Most tokens of the answer; prompt and answer must fit the context. Absent: 16, or what "
-    "fits. 0, with echo, shows the prompt alone.",
+    "fits. 0, with echo, shows the prompt alone. Without stream, all choices together have at most 1,048,576 tokens, "
+    "or 262,144 log-probabilities.",
     "echo": "Each answer begins with the text of its prompt, and with logprobs with its log-probabilities too, which "
-    "the first token has not.",
+    "the first token has not. At most 8 MiB of text, or 262,144 log-probabilities, over all choices.",
     "max_completion_tokens": "The newer name of max_tokens; where both are given they must be equal.",
     "min_tokens": "Tokens of the answer before which nothing ends it.",
     "stop": "Strings that end the answer and are not part of it, each of at most 1,024 bytes of UTF-8.",
