@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiled grammars of one model, the last used ones. Threads may share it."""
+    """Compiled grammars of one model: those that are held, and else the last used ones. Threads may share it."""
 
     def __init__(self, folder: Path, vocab_size: int, capacity: int = MAX_COMPILED) -> None:
         self.vocab_size = vocab_size
@@ -130,6 +130,7 @@ class GrammarCompiler:
         self._folder = folder
         self._capacity = capacity
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._holds: Counter[tuple[str, str]] = Counter()
         self._slow: set[tuple[str, str]] = set()  # of the compiled ones; only looked up
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -165,8 +166,20 @@ class GrammarCompiler:
                 return self._compiled[kind, text]
         return self._compile_anew(kind, text)
 
+    def hold(self, kind: str, text: str) -> None:
+        """What is held is not pushed out; as often as it is held, it must be let go."""
+        with self._lock:
+            self._holds[kind, text] += 1
+
+    def let_go(self, kind: str, text: str) -> None:
+        with self._lock:
+            self._holds[kind, text] -= 1
+            if not self._holds[kind, text]:
+                del self._holds[kind, text]
+                self._push_out()
+
     def matcher(self, kind: str, text: str, output_ids: Sequence[int]) -> Matcher:
-        """At its beginning, `output_ids` replayed. Compiles only what `capacity` other grammars have pushed out.
+        """At its beginning, `output_ids` replayed. Compiles only what is neither held nor among the last used.
 
         Raises BadGrammar and GrammarFault.
         """
@@ -200,9 +213,17 @@ class GrammarCompiler:
             self._compiled[key] = compiled
             self._compiled.move_to_end(key)
             (self._slow.add if slow else self._slow.discard)(key)
-            while len(self._compiled) > self._capacity:
-                self._slow.discard(self._compiled.popitem(last=False)[0])
+            self._push_out()
         return compiled
+
+    def _push_out(self) -> None:
+        """The one compiled last stays in any case: whoever asked for it is about to hold it."""
+        excess = len(self._compiled) - self._capacity
+        for key in list(self._compiled)[:-1] if excess > 0 else ():
+            if excess > 0 and key not in self._holds:
+                del self._compiled[key]
+                self._slow.discard(key)
+                excess -= 1
 
 
 def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:

@@ -116,6 +116,15 @@ class ModelRunner:
             return str(error)
         return None
 
+    def hold_grammar(self, kind: str, text: str) -> None:
+        """It stays compiled until it is let go as often: a step never waits for a compile."""
+        if self.grammars is not None:
+            self.grammars.hold(kind, text)
+
+    def let_grammar_go(self, kind: str, text: str) -> None:
+        if self.grammars is not None:
+            self.grammars.let_go(kind, text)
+
     def run(self, batch: BatchLike) -> StepResult:
         """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each, rows of
         prompts to be scored the log-probabilities of the prompt tokens that follow theirs."""

@@ -6,6 +6,8 @@
       ─ not compiled within `timeout_s` ─▶ Refused: this machine is busy, another one or a later try may do
     Stop, Abort, Cancel of what is held ─▶ forgotten here; the worker, who never saw it, gives its usual answer
 
+What was handed on stays compiled for as long as the worker has it (`grammars_in_use`).
+
 Any message may come twice or late: a command that comes again takes the place of the one that is held, and a new
 decode worker (Rebind) that comes meanwhile is written into it.
 """

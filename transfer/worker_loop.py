@@ -36,6 +36,7 @@ from common.request import Grammar, Key, WorkerId
 from kernels.cache import PagedCache
 from transfer.channel import store
 from transfer.grammar_gate import GrammarGate
+from transfer.grammars_in_use import GrammarsInUse, Holds
 from transfer.links import Links
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
 """Runs a batch: a result per row, and for rows that could not be computed, their index and why."""
 
 
-class Grammars(Protocol):
+class Grammars(Holds, Protocol):
     """What the steps to come have compiled."""
 
     def is_compiled(self, grammar: Grammar) -> bool: ...
@@ -95,6 +96,7 @@ class WorkerLoop:
         self._step = step
         self._grammars = grammars
         self._gate = GrammarGate()
+        self._in_use = GrammarsInUse(grammars)
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._cache = cache
         self._links = links
@@ -201,6 +203,7 @@ class WorkerLoop:
         started = self._step_started
         age_s = 0.0 if started is None else time.monotonic() - started
         self._links.to_coordinator(self._node.heartbeat(age_s))
+        self._in_use.still_there(self._node.live_keys())
 
     # ------------------------------------------------------------ coming in
 
@@ -259,6 +262,7 @@ class WorkerLoop:
     def _hand(self, message: Message, sender: WorkerId) -> None:
         """To the worker. If that raises, we erred: what the message is about fails at once, and the worker lives."""
         now = time.monotonic()
+        self._in_use.handed_on(message)
         try:
             effects = self._node.handle(message, sender, now)
         except Exception as error:

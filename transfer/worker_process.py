@@ -79,6 +79,9 @@ class Runner(Protocol):
         """None when it is ready; else why it cannot be."""
         ...
 
+    def hold_grammar(self, kind: str, text: str) -> None: ...
+    def let_grammar_go(self, kind: str, text: str) -> None: ...
+
 
 class LoadModel(Protocol):
     """`kernels.loading.load_for_worker`: the model's folder and its runner."""
@@ -126,6 +129,12 @@ class RunnerGrammars:
 
     def compile(self, grammar: Grammar) -> str | None:
         return self.runner.compile_grammar(grammar.kind, grammar.text)
+
+    def hold(self, grammar: Grammar) -> None:
+        self.runner.hold_grammar(grammar.kind, grammar.text)
+
+    def let_go(self, grammar: Grammar) -> None:
+        self.runner.let_grammar_go(grammar.kind, grammar.text)
 
 
 def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:

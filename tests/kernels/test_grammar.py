@@ -205,6 +205,23 @@ def test_the_last_used_are_kept(smollm2_dir: Path, compiler: GrammarCompiler) ->
     assert compiled == ["a", "b", "c", "b"] and len(small) == 2
 
 
+def test_what_is_held_is_not_pushed_out(smollm2_dir: Path, compiler: GrammarCompiler) -> None:
+    small = GrammarCompiler(smollm2_dir, VOCAB, capacity=2)
+    small._tokenizer = compiler._tokenizer
+    for text in "abc":
+        small.compile("regex", text)
+        small.hold("regex", text)
+    small.hold("regex", "a")
+    small.compile("regex", "d")
+    small.compile("regex", "e")
+    assert {text for text in "abcde" if ("regex", text) in small} == set("abce")
+    for text in "abc":
+        small.let_go("regex", text)
+    assert {text for text in "abcde" if ("regex", text) in small} == set("ae") and len(small) == 2
+    small.let_go("regex", "a")
+    assert not small._holds
+
+
 def test_what_others_have_read_under_a_grammar_fails_nobody(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

@@ -41,6 +41,12 @@ class NoGrammars:
     def compile(self, grammar: Grammar) -> str | None:
         return None
 
+    def hold(self, grammar: Grammar) -> None:
+        pass
+
+    def let_go(self, grammar: Grammar) -> None:
+        pass
+
 
 class BareLinks:
     """Sockets to nowhere: keeps what is said, and lets the test say what comes."""

@@ -48,6 +48,12 @@ class PoisonableRunner:
     def compile_grammar(self, kind: str, text: str) -> str | None:
         return None
 
+    def hold_grammar(self, kind: str, text: str) -> None:
+        pass
+
+    def let_grammar_go(self, kind: str, text: str) -> None:
+        pass
+
     def run(self, batch: Batch) -> Result:
         self.runs.append(len(batch.slots))
         if POISON in batch.token_ids:
