@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
@@ -158,7 +159,7 @@ _LARK_TEXTS: Final = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^
 _LARK_NOT_TAKEN: Final = re.compile("%json|%llguidance|%regex|[<@]")
 _LARK_ATTRIBUTES: Final = re.compile(r"\[([^\[\]]*)\]\s*:")
 _LARK_ATTRIBUTES_TAKEN: Final = frozenset({"lazy", "stop", "suffix", ""})
-_PUNCTUATION: Final = re.compile(r"[!-/:;=?@\[-`{-~]")
+_ESCAPED: Final = str.maketrans({char: f"\\{char}" for char in string.punctuation if char not in "<>"})
 """What the grammar library lets a backslash stand before: of ASCII all but letters, digits, < and >."""
 ANY_OBJECT: Final = grammar_of_schema({"type": "object"})
 
@@ -178,4 +179,4 @@ def grammar_of(
 
 def _literal(text: str) -> str:
     """A regular expression that matches this text alone, at most twice as long."""
-    return _PUNCTUATION.sub(r"\\\g<0>", text)
+    return text.translate(_ESCAPED)
