@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.errors import BadRequest, NoWorker, UnsupportedField
-from common.request import FrontId, Request, RequestId, SamplingParams, pack_ids, unpack_ids
+from common.request import FrontId, Grammar, Request, RequestId, SamplingParams, pack_ids, unpack_ids
 from coordinator.answer_size import check_echoed_bytes, check_echoed_logprobs, check_whole, most_tokens
 from coordinator.echo import EchoedPrompt, echoed_prompt
 from coordinator.errors_http import model_not_found, shown
@@ -65,8 +65,7 @@ class Job:
         """Each prompt counts once, however many choices it has."""
         return sum(self.requests[choice].prompt_tokens for choice in self.leaders)
 
-    def with_tools(self, tools: ToolUse) -> Job:
-        grammar = tools.grammar()
+    def with_tools(self, tools: ToolUse, grammar: Grammar | None) -> Job:
         if grammar is None:
             return replace(self, tools=tools)
         requests = tuple(
@@ -104,8 +103,7 @@ class RequestBuilder:
         context = self._check(fields)
         tools = tool_use(self._family, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         await self._check_form(fields)
-        if tools is not None:
-            await self._check_tools(fields, tools)
+        grammar = None if tools is None else await self._forced(fields, tools)
         ids = await self._tokenizer.encode_chat(fields.chat(), context)
         asked = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
         field = "max_tokens" if fields.max_tokens is not None else "max_completion_tokens"
@@ -117,7 +115,7 @@ class RequestBuilder:
             max_tokens = _fitting(asked, len(ids), context, field)
             check_whole(max_tokens, most, field)
         job = self._job("chatcmpl", fields, [(ids, max_tokens)], fields.num_logprobs, tenant)
-        return job if tools is None else job.with_tools(tools)
+        return job if tools is None else job.with_tools(tools, grammar)
 
     async def text(self, fields: TextFields, tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
@@ -196,8 +194,9 @@ class RequestBuilder:
             self.structured.check_stop_ids(fields.stop_token_ids)
             await self.structured.check(*fields.form)
 
-    async def _check_tools(self, fields: ChatFields, tools: ToolUse) -> None:
-        """An answer has one form. Schemas are held to only where a call is forced; elsewhere the model reads them."""
+    async def _forced(self, fields: ChatFields, tools: ToolUse) -> Grammar | None:
+        """The grammar that makes sure of a call, checked, where one is forced. An answer has one form. Schemas are held
+        to only where a call is forced; elsewhere the model reads them."""
         if fields.form is not None:
             raise UnsupportedField(
                 f"{fields.form[1]}: a form of the answer does not go with tools that may be called. Leave one of them "
@@ -207,7 +206,7 @@ class RequestBuilder:
             )
         grammar = tools.grammar()
         if grammar is None:
-            return
+            return None
         if fields.ignore_eos:
             raise BadRequest(
                 "ignore_eos: cannot go with a forced call, which says where the answer ends.",
@@ -223,6 +222,7 @@ class RequestBuilder:
                     place = f"tools[{index}].function.parameters"
                     raise BadRequest(f"{place}: {fault}.", param=place, code="invalid_value")
         await self.structured.check(grammar, "tools")
+        return grammar
 
     def _logit_bias(self, fields: CompletionFields) -> tuple[tuple[int, float], ...]:
         biases = {}
@@ -262,12 +262,13 @@ class RequestBuilder:
         """`prompts` are token ids, each with the most tokens that its answers may have."""
         tier = self._tier(fields)
         id = self._gateway.mint_id(id_prefix)
+        biases = self._logit_bias(fields)
         requests: list[Request] = []
         for ids, max_tokens in prompts:
             request = Request(
                 request_id=_choice_id(id, len(requests)),
                 prompt_ids=pack_ids(ids),
-                sampling=self._sampling(fields, max_tokens, num_logprobs),
+                sampling=self._sampling(fields, max_tokens, num_logprobs, biases),
                 front=self._front,
                 priority=self._tiers[tier] + fields.priority,
                 tier=tier,
@@ -277,7 +278,13 @@ class RequestBuilder:
             requests += _choices(request, id, len(requests), fields.n)
         return Job(tuple(requests), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)
 
-    def _sampling(self, fields: CompletionFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self,
+        fields: CompletionFields,
+        max_tokens: int,
+        logprobs: int | None,
+        biases: tuple[tuple[int, float], ...],
+    ) -> SamplingParams:
         if fields.min_tokens > max_tokens:
             raise BadRequest(
                 f"min_tokens: {fields.min_tokens} is more than the {max_tokens} tokens that the answer may have.",
@@ -297,7 +304,7 @@ class RequestBuilder:
             repetition_penalty=float(fields.repetition_penalty),
             presence_penalty=float(fields.presence_penalty),
             frequency_penalty=float(fields.frequency_penalty),
-            logit_bias=self._logit_bias(fields),
+            logit_bias=biases,
             min_tokens=fields.min_tokens,
             end_token_ids=tuple(sorted({*end_ids, *fields.stop_token_ids})),
             logprobs=logprobs,
