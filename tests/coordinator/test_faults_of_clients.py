@@ -1,7 +1,7 @@
 """Faults that users of servers like ours have met, where what the cluster says must be forced: by their numbers.
 
 `pytest -k BR_080` finds what there is about one. Those that need workers are in
-`tests/e2e/test_faults_of_clients.py`, which also sees to it that none is left out.
+`tests/e2e/test_faults_of_clients.py`; `tests/test_faults.py` sees to it that none is left out.
 """
 
 from __future__ import annotations

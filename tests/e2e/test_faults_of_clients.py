@@ -7,29 +7,17 @@ workers are the same processes, idle, and a witness says what it said before, to
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.service import ROOT, Service, chat, completion, events, refusals, strict_json
+from tests.e2e.service import Service, chat, completion, events, refusals, strict_json
 
 VOCAB = 49152
 END = 2
-
-
-def test_every_entry_of_groups_F_and_G_has_a_test() -> None:
-    entries = {*range(80, 119)} - {82, 83, 104, 113}  # numbers that the list does not have
-    named: set[int] = set()
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                named |= {int(number) for number in re.findall(r"BR_(\d{3})", node.name)}
-    assert entries <= named, entries - named
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], None, [None]])

@@ -1,0 +1,38 @@
+"""Faults that users of servers like ours have met, numbered BR-001 and up: each has a test that carries its number.
+
+`pytest -k BR_007` finds what there is about one. A group is here when all of its entries have their test.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+GROUPS: dict[str, tuple[int, ...]] = {
+    "F": (80, 81, 84, 85, 86, 87, 88, 89, 90, 91),
+    "G": (
+        *(92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103),
+        *(105, 106, 107, 108, 109, 110, 111, 112, 114, 115, 116, 117, 118),
+    ),
+}
+
+
+@cache
+def numbers_in_names() -> frozenset[int]:
+    """What the names of all test functions carry."""
+    found: set[int] = set()
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                found |= {int(number) for number in re.findall(r"BR_(\d{3})", node.name)}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_entry_has_a_test(group: str) -> None:
+    assert set(GROUPS[group]) <= numbers_in_names(), set(GROUPS[group]) - numbers_in_names()
