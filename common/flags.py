@@ -114,6 +114,8 @@ def read_file(path: Path, known: set[str]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadConfiguration(f"--config {path}: not TOML: {error}") from error
     for key in found:
+        if key not in known and (why := _not_here(key)):
+            raise BadConfiguration(f"--config {path}: {key}: {why}")
         if key not in known:
             raise BadConfiguration(f"--config {path}: unknown key {key!r}{_nearest(key, known)}")
     return found
@@ -145,12 +147,31 @@ class _Parser(argparse.ArgumentParser):
         for arg in unknown:
             name = arg.split("=")[0]
             known = {option for action in self._actions for option in action.option_strings}
+            if name.startswith("-") and (why := _not_here(name)):
+                self.error(f"{name}: {why}")
             what = "unknown flag" if name.startswith("-") else "unexpected argument"
             self.error(f"{what} {name}{_nearest(name, known)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
         raise BadConfiguration(f"{message} ({self.prog} --help lists what there is)")
+
+
+_NOT_HERE = {
+    "tensor": "a model is not split over processes or devices here, each worker holds all of it",
+    "pipeline": "a model is not split over processes or devices here, each worker holds all of it",
+    "data": "more workers are what there is: kvferry serve --prefill N --decode M",
+}
+"""First words of flags that other servers have for parallelism, and what to know instead."""
+
+
+def _not_here(name: str) -> str:
+    """Why a flag that other servers have is none of ours; "" where nothing is known of it."""
+    spelled = name.strip("-").replace("_", "-")
+    first, _, rest = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "dp": "data-parallel"}.get(
+        spelled.removesuffix("-size"), spelled
+    ).partition("-")
+    return _NOT_HERE.get(first, "") if rest.startswith(("parallel", "model-parallel")) else ""
 
 
 def build_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:

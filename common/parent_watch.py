@@ -5,16 +5,21 @@ that end and a read of the other one returns. The reading thread then leaves by 
 waiting for a step that is still computing. Two workers orphaned with their gigabytes of cache would otherwise
 hold the machine until somebody looked.
 
-Why not PR_SET_PDEATHSIG: it fires when the starting *thread* ends, and exists on Linux only.
+On Linux the kernel is asked for the same (PR_SET_PDEATHSIG): a process that is stopped runs no thread, and one in a
+native call that keeps the interpreter runs no Python. Alone it would not do: it is not everywhere, says nothing when
+the parent was gone before it was asked, and fires when the starting *thread* ends (the launcher's is its main one).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import threading
 
 ORPHANED = 1
 """Exit code of a process that lost its parent; nobody is left to read it but logs."""
+_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(read_fd: int | None) -> None:
@@ -22,6 +27,9 @@ def end_with_parent(read_fd: int | None) -> None:
     if read_fd is None:
         return
     os.set_inheritable(read_fd, False)  # a child of ours follows us, not our parent
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch, args=(read_fd,), name="parent-watch", daemon=True).start()
 
 

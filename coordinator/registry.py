@@ -1,9 +1,9 @@
 """Which workers there are, whether they live, and what they last said of themselves. Pure.
 
 A worker is its id; one life of it is its incarnation. A registration is checked against the fingerprint of the
-workers already here (KV may only pass between equals) and against the coordinator's own tokenizer. Liveness is
-the heartbeat, never a lack of output; a worker is lost when none came for `lost_after_s`, when its model thread
-made no progress for `hung_after_s`, or when a new incarnation of it registers.
+workers already here (KV may only pass between equals) and against the coordinator's own tokenizer and vocabulary (it
+sends ids that they must have). Liveness is the heartbeat, never a lack of output; a worker is lost when none came for
+`lost_after_s`, when its model thread made no progress for `hung_after_s`, or when a new incarnation of it registers.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Registry:
         *,
         tokenizer_hash: str | None,
         fronts: Mapping[str, str],
+        vocab_size: int | None = None,
         max_model_len: int | None = None,
         heartbeat_interval_s: float = 0.5,
         lost_after_s: float = 3.0,
@@ -94,6 +95,7 @@ class Registry:
         max_workers: int = 4096,
     ) -> None:
         self._tokenizer_hash = tokenizer_hash
+        self._vocab_size = vocab_size
         self._fronts = dict(fronts)
         self._max_model_len_asked = max_model_len
         self.heartbeat_interval_s = heartbeat_interval_s
@@ -138,6 +140,8 @@ class Registry:
                 return RegistrationRefused(name, str(our_value), str(their_value))
         if self._tokenizer_hash is not None and theirs.get("tokenizer") != self._tokenizer_hash:
             return RegistrationRefused("tokenizer", self._tokenizer_hash, str(theirs.get("tokenizer")))
+        if self._vocab_size is not None and theirs.get("vocab_size") != self._vocab_size:
+            return RegistrationRefused("vocab_size", str(self._vocab_size), str(theirs.get("vocab_size")))
         for other in self.live():
             if other.role != card.role and not set(other.card.channels) & set(card.channels):
                 return RegistrationRefused(

@@ -59,6 +59,7 @@ async def _serve(
     limits = within_open_files(_limits(settings))
     registry = Registry(
         tokenizer_hash=tokenizer.tokenizer_hash,
+        vocab_size=tokenizer.vocab_size,
         fronts={},
         heartbeat_interval_s=settings.heartbeat_interval,
         lost_after_s=settings.worker_timeout,

@@ -28,6 +28,8 @@ COUNTERS = {
     "requests_migrated_total": "Requests that went on at another worker.",
     "late_messages_total": "Messages for unknown, ended or earlier attempts, by kind.",
     "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption, abort or migration.",
+    "recomputed_prompt_tokens_total": "Prompt tokens that a decode worker computed though their KV had been there: "
+    "after a preemption, or for a next attempt. Rising steadily, its pool is too small.",
     "dropped_samples_total": "Samples that were negative or not finite.",
 }
 HISTOGRAMS = {

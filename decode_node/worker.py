@@ -261,6 +261,7 @@ class DecodeWorker:
         chunk_tokens = batch.num_tokens - sum(batch.samples)
         if chunk_tokens:
             self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))
+            self._count_recomputed(batch)
         self.records.say_prompts(batch, results)
         effects: list[Effect] = []
         say_token = self.records.say_token
@@ -269,6 +270,14 @@ class DecodeWorker:
             if outcome.finish is not None:
                 effects += self._finished(outcome.seq, outcome.finish, now)
         return effects
+
+    def _count_recomputed(self, batch: Batch) -> None:
+        """Prompt tokens whose KV was computed before, here or elsewhere, and was thrown away or is out of reach."""
+        for seq, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+            cause = "preemption" if seq.preemptions else "next_attempt" if seq.num_outputs else ""
+            tokens = min(start + count, seq.prompt_len) - start
+            if cause and tokens > 0:
+                self.records.counters.add("recomputed_prompt_tokens_total", float(tokens), cause=cause)
 
     def _finished(self, seq: Sequence, finish: str, now: float) -> list[Effect]:
         self.records.counters.observe("request_decode_time_seconds", seq.life.seconds_in(Phase.DECODING, now))

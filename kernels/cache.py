@@ -54,6 +54,7 @@ class CacheLayout:
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
+            "block_bytes": self.block_bytes,
         }
 
 

@@ -89,6 +89,7 @@ class ModelRunner:
             "rope": ",".join(f"{name}={value}" for name, value in config.rope),
             "rms_norm_eps": config.rms_norm_eps,
             "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
             "attention_backend": self.attention_backend,
             "grammar_library": LIBRARY,
             "linear_policy": ";".join(f"{k}={v}" for k, v in self.model.choices.describe().items()),

@@ -42,6 +42,13 @@ from transfer.links import Links
 log = logging.getLogger(__name__)
 
 REGISTER_AGAIN_S = 1.0
+_REMEDIES = {
+    "worker_id": "give it another --worker-id",
+    "transfer": "let one --transfer be possible for both",
+}
+_OTHERWISE = (
+    "KV may only pass between equals: start it with the model, dtype, block size and release of the others"
+)
 SILENCE_S = 2.5  # under the time after which the coordinator takes a silent worker for lost
 
 
@@ -214,9 +221,7 @@ class WorkerLoop:
                 self._heartbeat_interval_s = message.heartbeat_interval_s
                 self._links.connect_fronts(message.fronts)
                 if not self._registered.is_set():
-                    log.info(
-                        "registered; longest prompt and answer together: %d tokens", message.max_model_len
-                    )
+                    self._say_limit(message.max_model_len)
                 self._registered.set()
             case RegistrationRefused():
                 self._refused(message)
@@ -235,11 +240,21 @@ class WorkerLoop:
                 self._take(message, WorkerId(sender.name))
         self._turn()
 
+    def _say_limit(self, tokens: int) -> None:
+        log.info("registered; longest prompt and answer together: %d tokens", tokens)
+        if tokens < self._card.max_model_len:
+            log.warning(
+                "that is less than the %d tokens that this worker's model takes: some worker's pool is smaller "
+                "(--kv-cache-memory, --num-kv-blocks), or its --max-model-len",
+                self._card.max_model_len,
+            )
+
     def _refused(self, message: RegistrationRefused) -> None:
         if self._failure is None or self._failure.done():
             return
         reason = (
-            f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here"
+            f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here; "
+            f"{_REMEDIES.get(message.field, _OTHERWISE)}"
         )
         self._failure.set_exception(BadConfiguration(reason))
 

@@ -166,6 +166,21 @@ def test_a_bad_command_line_is_refused_in_one_line(argv: list[str], words: list[
 
 
 @pytest.mark.parametrize(
+    "flag", ["--tensor-parallel-size", "-tp", "--pipeline_parallel_size", "--data-parallel-size", "--dp-size"]
+)
+def test_BR_147_parallelism_that_is_not_there_is_refused_in_words(flag: str, tmp_path: Path) -> None:
+    """Also at 1 and in a file: nothing of the kind is passed over."""
+    words = "kvferry serve --prefill N" if "d" in flag.split("-p")[0] else "each worker holds all of it"
+    for size in ("2", "1"):
+        assert flag in refusal(flag, size) and words in refusal(flag, size)
+        with pytest.raises(BadConfiguration, match=words):
+            parse_worker([flag, size], "decode")
+    key = flag.strip("-").replace("-", "_")
+    assert words in refusal("--config", write(tmp_path, f"{key} = 2"))
+    assert "unknown flag --tensorboard" in refusal("--tensorboard"), "what only begins alike is not meant"
+
+
+@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("2GiB", 2 << 30),

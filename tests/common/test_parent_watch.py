@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from common.parent_watch import ORPHANED
+from tests.processes import alive
 
 # Computes without a pause and ignores what can be ignored, as a worker in a long step would.
 BUSY = """
@@ -22,7 +25,7 @@ while True:
 """
 
 
-def test_a_busy_process_leaves_when_the_pipe_closes_and_not_before() -> None:
+def test_BR_041_a_busy_process_leaves_when_the_pipe_closes_and_not_before() -> None:
     read_fd, write_fd = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-c", BUSY, str(read_fd)], pass_fds=(read_fd,), stdout=subprocess.PIPE, text=True
@@ -38,6 +41,35 @@ def test_a_busy_process_leaves_when_the_pipe_closes_and_not_before() -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+STOPPED = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+assert child.stdout.readline() == b"up\\n"
+child.send_signal(signal.SIGSTOP)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what runs no thread is ended by Linux alone")
+def test_BR_041_a_stopped_process_goes_with_its_parent_too() -> None:
+    """It reads no pipe: the kernel ends it."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert alive(child)
+    finally:
+        parent.kill()
+        parent.communicate()
+    deadline_s = time.monotonic() + 5
+    while alive(child):
+        assert time.monotonic() < deadline_s, "a stopped child outlived its parent"
+        time.sleep(0.01)
 
 
 def test_started_by_hand_nobody_is_watched() -> None:

@@ -39,7 +39,7 @@ def test_registered_is_told_limit_interval_and_fronts() -> None:
     "changes, field",
     [({"dtype": "float16"}, "dtype"), ({"tokenizer": "x"}, "tokenizer"), ({"new": "1"}, "new")],
 )
-def test_kv_passes_between_equals_only(changes: dict[str, str], field: str) -> None:
+def test_BR_146_kv_passes_between_equals_only(changes: dict[str, str], field: str) -> None:
     here = registry()
     here.register(card("p0"), me("p0"), 0.0)
     answer = here.register(card("d0", **changes), me(), 0.0)  # type: ignore[arg-type]
@@ -47,9 +47,16 @@ def test_kv_passes_between_equals_only(changes: dict[str, str], field: str) -> N
     assert here.get(D0) is None
 
 
-def test_the_first_worker_is_held_against_the_coordinators_tokenizer() -> None:
+def test_BR_148_the_first_worker_is_held_against_the_coordinators_tokenizer() -> None:
     answer = registry().register(card("d0", tokenizer="x"), me(), 0.0)
     assert answer == RegistrationRefused("tokenizer", "t", "x")
+
+
+def test_BR_148_the_first_worker_must_have_every_id_that_the_coordinator_may_send() -> None:
+    """Two models may share a tokenizer and not the size of their tables."""
+    here = Registry(tokenizer_hash="t", vocab_size=49152, fronts={})
+    answer = here.register(card("d0", vocab_size="49000"), me(), 0.0)
+    assert answer == RegistrationRefused("vocab_size", "49152", "49000")
 
 
 def test_a_worker_that_no_kv_could_reach_is_refused_at_the_door() -> None:

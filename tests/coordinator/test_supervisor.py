@@ -220,7 +220,7 @@ asyncio.run(main())
 """
 
 
-def test_kill_9_of_the_launcher_takes_busy_children_that_ignore_signals() -> None:
+def test_BR_041_kill_9_of_the_launcher_takes_busy_children_that_ignore_signals() -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True, env=child_environment(os.environ)
     )

@@ -220,7 +220,7 @@ def test_end_ids_come_from_every_file(model_dir: Path) -> None:
     assert Tokenizer(model_dir).end_ids == (1, 9)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(model_dir: Path) -> None:
+def test_BR_148_a_tokenizer_larger_than_the_model_is_refused(model_dir: Path) -> None:
     change(model_dir / "config.json", vocab_size=1000)
     with pytest.raises(ModelCannotBeLoaded, match="49151"):
         Tokenizer(model_dir)

@@ -284,6 +284,30 @@ def test_handover_of_what_is_not_here_is_revoked() -> None:
     bench.check_empty()
 
 
+def test_BR_149_prompts_computed_again_here_are_counted_by_cause() -> None:
+    """1 what came whole costs nothing  2 put out for want of blocks, its prompt is computed again  3 a next attempt
+    computes what another worker had  4 a first attempt, collocated, computes nothing twice."""
+    name = 'recomputed_prompt_tokens_total{{cause="{}"}}'.format
+    bench = Bench(make_core(8, caching=False))
+    counted = bench.worker.records.counters.values
+    older, newer = request("a", prompt(10), 20), request("b", prompt(9), 12)
+    bench.owned(older)
+    bench.owned(newer)
+    assert not any("recomputed" in counter for counter in counted)
+    while not bench.worker.idle:
+        bench.step()
+    assert counted["num_preemptions_total"] == 1 and counted[name("preemption")] == 9
+    bench.hear(Decode(RequestId("c"), attempt(), request("c", prompt(11), 8), pack_ids([1, 2, 3])))
+    while not bench.worker.idle:
+        bench.step()
+    assert counted[name("next_attempt")] == 11
+    bench.hear(Decode(RequestId("d"), attempt(), request("d", prompt(12), 2), b""))
+    while not bench.worker.idle:
+        bench.step()
+    assert sum(value for counter, value in counted.items() if "recomputed" in counter) == 20
+    bench.check_empty()
+
+
 def test_reservations_give_way_to_what_runs() -> None:
     bench = Bench(make_core(8))
     bench.owned(request("w", prompt(10), 20))

@@ -180,8 +180,9 @@ def test_describe_separates_what_must_not_mix(tmp_path: Path) -> None:
         "dtype",
         "kv_dtype",
         "linear_policy",
+        "block_bytes",
     }
-    assert {k for k in described[0] if described[0][k] != described[3][k]} == {"block_size"}
+    assert {k for k in described[0] if described[0][k] != described[3][k]} == {"block_size", "block_bytes"}
     assert all(isinstance(value, (str, int, float)) for value in described[0].values())
 
 
