@@ -17,17 +17,17 @@ CHECK_EVERY = 64
 """A decoding slot's whole context is checked each time it has grown by so many tokens, and at every chunk."""
 
 
-def next_token(last: int, length: int, child: int = 0) -> int:
-    """What follows `length` tokens of which `last` is the last, in this choice."""
-    return (last * 31 + length * 7 + 1 + child * 13) % VOCABULARY
+def next_token(last: int, length: int, child: int = 0, seed: int = 0) -> int:
+    """What follows `length` tokens of which `last` is the last, in this choice and by this seed."""
+    return (last * 31 + length * 7 + 1 + child * 13 + seed * 17) % VOCABULARY
 
 
-def continuation(prompt: list[int], count: int, child: int = 0) -> list[int]:
+def continuation(prompt: list[int], count: int, child: int = 0, seed: int = 0) -> list[int]:
     """The `count` tokens that every path must give after `prompt`."""
     tokens: list[int] = []
     last, length = prompt[-1], len(prompt)
     for _ in range(count):
-        last = next_token(last, length, child)
+        last = next_token(last, length, child, seed)
         length += 1
         tokens.append(last)
     return tokens
@@ -57,7 +57,7 @@ NO_TOKEN = Row(())
 class _Slot:
     blocks: list[int]
     tokens: list[int]  # what the slot has been told: at its joining, then row by row
-    child: int
+    turn: int  # what choice and seed add to each token
     prompt_len: int
     scored: int  # prompt tokens that need no log-probability
 
@@ -74,8 +74,9 @@ class VirtualModel:
             self._slots[slot] = None
         for joined in batch.joined:
             scored = joined.prompt_len if joined.sampling.prompt_logprobs is None else joined.scored
+            turn = joined.sampling.child * 13 + joined.sampling.seed * 17
             self._slots[joined.slot] = _Slot(
-                list(joined.blocks), list(joined.tokens), joined.sampling.child, joined.prompt_len, scored
+                list(joined.blocks), list(joined.tokens), turn, joined.prompt_len, scored
             )
         for slot, blocks in batch.grown:
             self._held(slot).blocks += blocks
@@ -96,7 +97,7 @@ class VirtualModel:
                 held.tokens.append(token)
             else:
                 self._write(held, start, token)
-            results.append(Row(((token * 31 + start * 7 + 8 + held.child * 13) % VOCABULARY,)))
+            results.append(Row(((token * 31 + start * 7 + 8 + held.turn) % VOCABULARY,)))
         return results
 
     def _rows(self, batch: Batch) -> list[RowResult]:
@@ -110,7 +111,7 @@ class VirtualModel:
             for offset, token in enumerate(ids):
                 self._write(held, start + offset, token)
             self._check(held, start + count)
-            next_ids = (next_token(ids[-1], start + count, held.child),) if samples else ()
+            next_ids = ((next_token(ids[-1], start + count) + held.turn) % VOCABULARY,) if samples else ()
             first, end = max(start + 1, held.scored), min(start + count + 1, held.prompt_len)
             if first < end:
                 results.append(Row(next_ids, None, prompt_scores(held.tokens, first, end)))

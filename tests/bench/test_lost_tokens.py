@@ -6,8 +6,10 @@ from random import Random
 
 import pytest
 
-from bench.virtual_cluster import FRONT, Faults, Shape, StepTime, VirtualCluster, VirtualWorker
+from bench.virtual_cluster import FRONT, VirtualCluster
 from bench.virtual_model import VOCABULARY
+from bench.virtual_network import Faults
+from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.batching import Batch, RowResult
 from common.messages import Role
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids
@@ -41,10 +43,9 @@ class CountingCluster(VirtualCluster):
 
     def give_all_back(self, name: str) -> None:
         """What a worker does that shuts down before its requests have ended."""
-        worker = self.workers[WorkerId(name)]
-        for key in worker.node.live_keys():
-            self._carry_out(worker, worker.node.abort(key, "shuts down", self.now))
-        self._turn(worker)
+        loop = self.loops[WorkerId(name)]
+        loop.give_back("shuts down")
+        loop.turn()
 
 
 def cluster_of(shape: Shape, seed: int = 0, prefill: int = 2) -> CountingCluster:

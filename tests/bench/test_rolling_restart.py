@@ -6,54 +6,23 @@ from random import Random
 
 import pytest
 
-from bench.virtual_cluster import FRONT, Faults, Shape, VirtualCluster, VirtualWorker
+from bench.virtual_cluster import FRONT, VirtualCluster
 from bench.virtual_model import VOCABULARY, continuation
-from common.messages import Drain, Message
-from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids, unpack_ids
+from bench.virtual_network import Faults
+from bench.virtual_worker import Shape, VirtualWorker
+from common.request import Request, RequestId, SamplingParams, pack_ids, unpack_ids
 
-HEARD_AFTER_S = 0.05
 STARTS_IN_S = 1.0
 
 
-class DrainingCluster(VirtualCluster):
-    """Its workers do with a Drain what a `WorkerLoop` does, and are started again when they have left."""
+class RestartingCluster(VirtualCluster):
+    """Its workers are started again when they have left."""
 
     left = 0
 
-    def drain(self, name: str, deadline_s: float) -> None:
-        effects = self.cluster.drain(WorkerId(name), deadline_s, self.now)
-        assert effects is not None
-        self._coordinator(effects)
-
-    def _to_worker(self, name: WorkerId, message: Message) -> None:
-        worker = self.workers[name]
-        if not isinstance(message, Drain):
-            super()._to_worker(name, message)
-        elif worker.alive and not worker.node.draining:
-            worker.node.draining = True
-            life = worker.incarnation
-            self.at(self.now + message.deadline_s, lambda: self._leave(worker, life))
-            self._turn(worker)
-
-    def _turn(self, worker: VirtualWorker) -> None:
-        super()._turn(worker)
-        if worker.alive and worker.node.draining and worker.node.idle and not worker.busy:
-            self._leave(worker, worker.incarnation)
-
-    def _leave(self, worker: VirtualWorker, life: int) -> None:
-        if not worker.alive or worker.incarnation != life:
-            return
-        for key in worker.node.live_keys():
-            self._carry_out(worker, worker.node.abort(key, "the worker shuts down", self.now))
-        self._carry_out(worker, worker.node.turn(self.now))
-        self._from_worker(worker, worker.node.heartbeat(0.0))
-        worker.alive = False
+    def _process_left(self, worker: VirtualWorker) -> None:
+        super()._process_left(worker)
         self.left += 1
-        gone = worker.incarnation
-        self.at(
-            self.now + HEARD_AFTER_S,
-            lambda: self._coordinator(self.cluster.worker_died(worker.name, gone, self.now)),
-        )
         self.at(self.now + STARTS_IN_S, lambda: self.restart(worker.name))
 
 
@@ -62,7 +31,7 @@ class DrainingCluster(VirtualCluster):
 def test_all_workers_are_restarted_in_turn(deadline_s: float, lose: float) -> None:
     """With a long deadline what runs ends where it is; with a short one it goes on elsewhere. A lost Drain is said
     again."""
-    cluster = DrainingCluster(
+    cluster = RestartingCluster(
         seed=0,
         num_prefill=2,
         num_decode=2,

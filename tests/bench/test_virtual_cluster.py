@@ -8,8 +8,10 @@ from random import Random
 
 import pytest
 
-from bench.virtual_cluster import FRONT, Faults, Shape, VirtualCluster
+from bench.virtual_cluster import FRONT, VirtualCluster
 from bench.virtual_model import VOCABULARY, continuation, prompt_scores
+from bench.virtual_network import Faults
+from bench.virtual_worker import Shape
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids, unpack_ids
 
 FAIR = Faults()

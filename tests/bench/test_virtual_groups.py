@@ -7,8 +7,10 @@ from random import Random
 
 import pytest
 
-from bench.virtual_cluster import FRONT, Answer, Faults, Shape, VirtualCluster
+from bench.virtual_cluster import FRONT, Answer, VirtualCluster
 from bench.virtual_model import VOCABULARY, continuation
+from bench.virtual_network import Faults
+from bench.virtual_worker import Shape
 from common.request import Request, RequestId, SamplingParams, pack_ids, unpack_ids
 
 ROUGH = Faults(lose=0.02, double=0.05, delay_s=(0.0001, 0.02), corrupt=0.01)

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from bench.virtual_cluster import FRONT, Shape, StepTime, VirtualWorker
+from bench.virtual_cluster import FRONT
+from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.messages import Ended, Message, Progress, Started, Submit
 from common.request import Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
 from coordinator.cluster import Cluster

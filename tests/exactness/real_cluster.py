@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.virtual_cluster import FRONT, Answer, Shape, StepTime, VirtualCluster, VirtualWorker
+from bench.virtual_cluster import FRONT, Answer, VirtualCluster
+from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.batching import Batch, RowResult
 from common.messages import Role
 from common.request import Request, RequestId, SamplingParams, TokenLogprobs, pack_ids

@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bench.virtual_cluster import Shape
+from bench.virtual_worker import Shape
 from kernels.model import CausalModel
 from kernels.runner import load_runner
 from tests.exactness.conftest import greedy

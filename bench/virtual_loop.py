@@ -1,0 +1,245 @@
+"""The loop around one worker, in virtual time: what `transfer/worker_loop.py` does with sockets and threads. Pure.
+
+Also what can happen to its process: it is told to stop and drains, is killed, stands still for a while, starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.virtual_clock import VirtualClock
+from bench.virtual_network import COORDINATOR, Parcel, VirtualNetwork
+from bench.virtual_worker import BLOCK_BYTES, VirtualWorker
+from common.batching import Batch
+from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
+from common.messages import Block, Drain, HeartbeatAck, Message, Registered
+from common.request import Incarnation, WorkerId
+
+HEARTBEAT_S = 0.5
+REGISTER_AGAIN_S = 1.0
+SILENCE_S = 2.5
+MAX_UNREAD = 4096
+_NEVER = float("inf")
+
+
+class VirtualLoop:
+    """`on_exit` hears of the end of a process that left by itself."""
+
+    def __init__(
+        self,
+        worker: VirtualWorker,
+        clock: VirtualClock,
+        network: VirtualNetwork,
+        on_exit: Callable[[VirtualWorker], None],
+    ) -> None:
+        self.worker = worker
+        self._clock = clock
+        self._network = network
+        self._on_exit = on_exit
+        network.join(worker.name, self._receive)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.alive = True
+        self.frozen = False
+        self._registered = False
+        self._answered_at = self._clock.now
+        self._busy = False
+        self._late_step: Callable[[], None] | None = None  # came back while frozen
+        self._unread: list[tuple[Parcel, bool]] = []  # came while frozen
+        self._timer = _NEVER
+        self._drain_until = _NEVER
+        self._beat_in(0.0)
+
+    # ------------------------------------------------------------ what happens to its process
+
+    def stop(self, deadline_s: float) -> None:
+        """SIGTERM, or a Drain: it ends what it has within `deadline_s`, gives back the rest and leaves. Asked again,
+        the earlier deadline counts."""
+        until = self._clock.now + deadline_s
+        if until < self._drain_until:
+            self._drain_until = until
+            self._at(until, self._out_of_time)
+        if not self.worker.node.draining:
+            self.worker.node.draining = True
+            self._send_heartbeat()
+        self.turn()
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def start(self) -> None:
+        """A new life of a worker that may still have been there."""
+        self.worker.start()
+        self._begin()
+
+    def freeze(self) -> None:
+        """It stands still: what is sent to it waits, and a step that is out comes back late."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+        if not self.alive:
+            return
+        if self._late_step is not None:
+            self._late_step()
+        self._late_step = None
+        unread, self._unread = self._unread, []
+        for parcel, intact in unread:
+            self._receive(parcel, intact)
+        self._beat()
+        self._timer = _NEVER
+        self._out_of_time()
+        if self.alive:
+            self.turn()
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        """Unless this life is over by then; what a frozen one misses, `thaw` makes up for."""
+        life = self.worker.incarnation
+        self._clock.at(time, lambda: action() if self._runs(life) else None)
+
+    def _runs(self, life: Incarnation) -> bool:
+        return self.alive and not self.frozen and self.worker.incarnation == life
+
+    # ------------------------------------------------------------ drain
+
+    def _out_of_time(self) -> None:
+        if self._clock.now >= self._drain_until:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.give_back("the worker shuts down")
+        self._send_heartbeat()
+        self.alive = False
+        self._on_exit(self.worker)
+
+    def give_back(self, reason: str) -> None:
+        """Aborts all that is here, so that it goes on elsewhere."""
+        node = self.worker.node
+        for key in node.live_keys():
+            self.carry_out(node.abort(key, reason, self._clock.now))
+        self.carry_out(node.turn(self._clock.now))
+
+    # ------------------------------------------------------------ heartbeats
+
+    def _beat(self) -> None:
+        if self._clock.now < self._beat_at:
+            return
+        if self._registered:
+            self._send_heartbeat()
+            if self._clock.now - self._answered_at > SILENCE_S:
+                self._registered = False
+            self._beat_in(HEARTBEAT_S)
+        else:
+            self._send(COORDINATOR, self.worker.card())
+            self._beat_in(REGISTER_AGAIN_S)
+
+    def _beat_in(self, seconds: float) -> None:
+        self._beat_at = self._clock.now + seconds
+        self._at(self._beat_at, self._beat)
+
+    def _send_heartbeat(self) -> None:
+        self._send(COORDINATOR, self.worker.node.heartbeat(0.0))
+
+    # ------------------------------------------------------------ coming in
+
+    def _receive(self, parcel: Parcel, intact: bool) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            if len(self._unread) < MAX_UNREAD:
+                self._unread.append((parcel, intact))
+            return
+        match parcel.message:
+            case Block() as header:
+                self._block(header, parcel, intact)
+            case Registered():
+                self._heard_registered()
+            case HeartbeatAck() as ack:
+                self._heard_ack(ack)
+            case Drain(deadline_s):
+                self.stop(deadline_s)
+            case message:
+                self.carry_out(self.worker.node.handle(message, WorkerId(parcel.source), self._clock.now))
+        if self.alive:
+            self.turn()
+
+    def _heard_registered(self) -> None:
+        self._answered_at = self._clock.now
+        if not self._registered:
+            self._registered = True
+            self._beat_in(0.0)
+
+    def _heard_ack(self, ack: HeartbeatAck) -> None:
+        self._answered_at = self._clock.now
+        if not ack.known:
+            self._registered = False
+            self._send(COORDINATOR, self.worker.card())
+        for key in ack.abort:
+            self.carry_out(self.worker.node.abort(key, "not wanted", self._clock.now))
+
+    def _block(self, header: Block, parcel: Parcel, intact: bool) -> None:
+        """The bytes are put where they belong, good or not, as the real loop does; the answer tells."""
+        worker, sender = self.worker, WorkerId(parcel.source)
+        place = worker.node.place(header, sender)
+        if place is not None:
+            worker.write_block(place, parcel.content if intact else worker.damaged(parcel.content))
+        worker.node.block(header, sender, place is None or intact, self._clock.now)
+
+    # ------------------------------------------------------------ one turn
+
+    def turn(self) -> None:
+        """What an engine's loop does after every event."""
+        worker, now = self.worker, self._clock.now
+        if not self._busy:
+            batch = worker.node.schedule(now)
+            if batch is not None:
+                self._step(batch)
+        self.carry_out(worker.node.turn(now))
+        deadline = worker.node.next_deadline()
+        if deadline is not None and (self._timer == _NEVER or not now < self._timer <= deadline):
+            self._timer = max(deadline, now + 0.001)
+            self._at(self._timer, self._on_time)
+        if worker.node.draining and worker.node.idle:
+            self._leave()
+
+    def _on_time(self) -> None:
+        if self._clock.now >= self._timer:
+            self._timer = _NEVER
+            self.turn()
+
+    def _step(self, batch: Batch) -> None:
+        self._busy = True
+        step_s = self.worker.step_time.seconds(batch)
+        life = self.worker.incarnation
+        self._clock.at(self._clock.now + step_s, lambda: self._step_done(batch, step_s, life))
+
+    def _step_done(self, batch: Batch, step_s: float, life: Incarnation) -> None:
+        if not self.alive or self.worker.incarnation != life:
+            return
+        if self.frozen:
+            self._late_step = lambda: self._step_done(batch, step_s, life)
+            return
+        self._busy = False
+        results = self.worker.compute(batch)
+        self.carry_out(self.worker.node.finish(batch, results, step_s, self._clock.now))
+        self.turn()
+
+    # ------------------------------------------------------------ going out
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToCoordinator(message) | ToFront(_, message):
+                    self._send(COORDINATOR, message)
+                case ToReceiver(target, message):
+                    self._send(target.worker, message)
+                case ToSender(name, message):
+                    self._send(name, message)
+                case SendBlock(target, key, index, block):
+                    header = Block(*key, index=index, part=0, checksum=0, size=BLOCK_BYTES)
+                    self._send(target.worker, header, self.worker.read_block(block))
+
+    def _send(self, target: str, message: Message, content: object = None) -> None:
+        worker = self.worker
+        self._network.send(Parcel(worker.name, target, message, worker.sender, content))
