@@ -9,7 +9,7 @@ from common.batching import Batch, BatchingCore, RowResult, Sequence
 from common.counters import Counters
 from common.effects import Effect, ToCoordinator
 from common.ledger import Ledger
-from common.messages import Ended, Heartbeat, Load, PromptRow, TokenRow
+from common.messages import Abort, AboutRequest, Ended, Heartbeat, Load, PromptRow, Stop, TokenRow
 from common.outbox import Outbox
 from common.request import Key, TokenLogprobs
 
@@ -109,16 +109,26 @@ class Records:
         self.ledger.end(ended)
         return ToCoordinator(ended)
 
-    def ended_again(self, key: Key) -> Effect:
-        """The answer to a Stop or Abort for something not live here."""
-        known = self.ledger.how_ended(key)
-        return ToCoordinator(known if known is not None else Ended(*key, outcome="unknown"))
+    def ended_again(self, message: AboutRequest) -> Effect:
+        """The answer to a command for something not live here."""
+        self.late(type(message).__name__)
+        known = self.ledger.how_ended(message.key)
+        return ToCoordinator(known if known is not None else Ended(*message.key, outcome="unknown"))
+
+    def not_to_begin(self, message: Stop | Abort) -> Effect:
+        """The same for a Stop or Abort: should it have overtaken what it is about, that finds itself ended."""
+        answer = self.ended_again(message)
+        if self.ledger.how_ended(message.key) is None:
+            self.ledger.end(Ended(*message.key, outcome="unknown"))
+        return answer
 
     def failed(self, key: Key, reason: str) -> Effect:
         """The end of something that is not held here, or not yet: remembered, so that it is not tried again."""
-        if self.ledger.how_ended(key) is None:
-            self.ledger.end(Ended(*key, outcome="failed", reason=reason, retryable=False))
-        return self.ended_again(key)
+        known = self.ledger.how_ended(key)
+        if known is None:
+            known = Ended(*key, outcome="failed", reason=reason, retryable=False)
+            self.ledger.end(known)
+        return ToCoordinator(known)
 
     def heartbeat(
         self, core: BatchingCore, work: Workload, *, progress_age_s: float, draining: bool

@@ -25,7 +25,6 @@ from common.errors import told
 from common.lifecycle import Phase
 from common.messages import (
     Abort,
-    AboutRequest,
     Accepted,
     Block,
     Cancel,
@@ -324,9 +323,9 @@ class DecodeWorker:
     def live_keys(self) -> list[Key]:
         return self._scheduler.keys()
 
-    def _end_on_command(self, message: AboutRequest, phase: Phase, reason: str, now: float) -> list[Effect]:
+    def _end_on_command(self, message: Stop | Abort, phase: Phase, reason: str, now: float) -> list[Effect]:
         if message.key not in self._scheduler:
-            return [self.records.ended_again(message.key)]
+            return [self.records.not_to_begin(message)]
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)
 

@@ -127,7 +127,7 @@ class PrefillWorker:
 
     def _rebind(self, message: Rebind, now: float) -> list[Effect]:
         if self._scheduler.get(message.key) is None:
-            return [self.records.ended_again(message.key)]
+            return [self.records.ended_again(message)]
         if message.key not in self._targets:  # its one token ends the answer: nobody takes it over
             return [ToCoordinator(Accepted(*message.key, message.target))]
         self._targets[message.key] = message.target
@@ -136,7 +136,7 @@ class PrefillWorker:
 
     def _end_on_command(self, message: Stop | Abort, phase: Phase, reason: str, now: float) -> list[Effect]:
         if self._scheduler.get(message.key) is None:
-            return [self.records.ended_again(message.key)]
+            return [self.records.not_to_begin(message)]
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)
 

@@ -431,6 +431,21 @@ def test_unknown_ids_are_answered() -> None:
     bench.check_empty()
 
 
+@pytest.mark.parametrize("command", [Abort, Stop])
+def test_a_command_that_overtakes_what_it_is_about_ends_it(command: type[Abort] | type[Stop]) -> None:
+    """An offer or a dispatch of this attempt that comes after it finds it ended."""
+    bench = Bench()
+    message = Abort(*KEY, "client left") if command is Abort else Stop(*KEY)
+    assert bench.hear(message) == [Ended(*KEY, outcome="unknown")]
+    assert bench.offer(A) == [Refused(*KEY, "ended here")]
+    assert bench.hear(Decode(*KEY, A, b"")) == [Ended(*KEY, outcome="unknown")]
+    bench.check_empty()
+    (accept,) = bench.offer(A, number=2)
+    assert isinstance(accept, Accept)
+    bench.hear(Cancel(*accept.key, "left"), P)
+    bench.check_empty()
+
+
 def test_heartbeat_tells_what_is_held() -> None:
     bench = Bench()
     bench.offer(request("r", prompt(10), 4))

@@ -306,7 +306,22 @@ def test_unknown_ids_are_answered() -> None:
     for late in (Delivered(*key), Credit(*key, (0,)), Revoke(*key, "x"), Cancelled(*key)):
         assert bench.hear(late, TARGET.worker) == []
     counted = {n: v for n, v in bench.worker.records.counters.values.items() if n.startswith("late")}
-    assert sum(counted.values()) == 4
+    assert sum(counted.values()) == 7
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("command", [Abort, Stop])
+def test_a_command_that_overtakes_its_dispatch_ends_it(command: type[Abort] | type[Stop]) -> None:
+    """Out of order, it says what it would say in order: nothing of this attempt is to run."""
+    bench = Bench()
+    wanted = request("a", prompt(20))
+    key = wanted.request_id, attempt()
+    message = Abort(*key, "client left") if command is Abort else Stop(*key)
+    assert bench.hear(message) == [Ended(*key, outcome="unknown")]
+    assert bench.hear(Prefill(*key, wanted, b"", TARGET)) == [Ended(*key, outcome="unknown")]
+    bench.check_empty()
+    assert bench.dispatch(number=2)[1] == 2, "the next attempt is another matter"
+    bench.hear(Abort(key[0], attempt(2), "left"))
     bench.check_empty()
 
 
