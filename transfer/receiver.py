@@ -141,7 +141,8 @@ class TransferReceiver:
             return []
         events = []
         for key in self._whole:
-            incoming = self._incoming.pop(key)
+            incoming = self._take(key)
+            assert incoming is not None
             assert incoming.handover is not None
             incoming.life.move(TransferPhase.DELIVERED)
             events.append(Ready(key, incoming.handover, len(incoming.wanted)))
@@ -150,8 +151,8 @@ class TransferReceiver:
 
     def drop(self, key: Key) -> bool:
         """Forgets a transfer (cancelled, or its request ended). The caller frees the blocks."""
-        incoming = self._incoming.pop(key, None)
         self._whole.pop(key, None)
+        incoming = self._take(key)
         if incoming is None:
             return False
         incoming.life.move(TransferPhase.CANCELLED)
@@ -159,10 +160,19 @@ class TransferReceiver:
 
     def revoke(self, key: Key, reason: str) -> list[Effect]:
         """Gives the reservation up; the sender still has every block and may offer again."""
-        incoming = self._incoming.pop(key)
         self._whole.pop(key, None)
+        incoming = self._take(key)
+        assert incoming is not None
         incoming.life.move(TransferPhase.REVOKED)
         return [ToSender(incoming.sender, Revoke(*key, reason))]
+
+    def _take(self, key: Key) -> _Incoming | None:
+        """It leaves this table, and the sender is about to hear so, or has said so: what it has in flight no longer
+        counts, and a Credit for that would come late."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            self._credits.pop((key, incoming.sender), None)
+        return incoming
 
     def flush(self) -> list[Effect]:
         """One Credit per transfer for the frames consumed since the last call."""

@@ -114,7 +114,7 @@ def test_one_kind_of_message_is_lost(kind: type[AboutRequest], count: int) -> No
         return lost
 
     pair.drop = drop
-    pair.whole(R, 8)
+    pair.whole(R, 16)
     pair.run(12.0)
     assert left == [0]
     pair.check_delivered(R)
@@ -163,6 +163,16 @@ def test_a_doubled_offer_after_the_end_is_called_back_at_once() -> None:
 
 
 # ---------------------------------------------------------------- bad frames
+
+
+def test_who_hears_that_all_is_delivered_needs_no_credit_for_the_last_blocks() -> None:
+    """It would come after the end, and be counted as late, at every transfer."""
+    pair = Pair()
+    pair.whole(R, 3)
+    pair.run(0.1)
+    pair.check_delivered(R)
+    assert pair.said(Block) == 3 and pair.said(Delivered) == 1 and pair.said(Credit) == 0
+    pair.check_settled()
 
 
 def test_a_bad_frame_is_asked_for_again_and_never_written() -> None:
