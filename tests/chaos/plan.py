@@ -1,0 +1,169 @@
+"""The matrix of phase × fault: every cell, who is hit, and what must come of it. Data alone.
+
+The phases are those of one request, told apart by where it stands, finer than `common.lifecycle.Phase`. A cell says
+what its client gets, whether the request must, must not or may be dispatched again ("migrates"), and which counters
+tell of it. A fault that cannot happen in a phase stands in `SENSELESS`, with why. `virtual.py` runs every cell over
+the pure objects, `real.py` some of them over processes.
+
+Victims: P and D are the prefill and the decode worker that the request was given to, C is the coordinator. A fault is
+the only one of its kind, and passes: a stopped process goes on and a link is restored after `LASTS_S`, which is longer
+than the coordinator waits for a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+LASTS_S = 6.0
+LATE_S = 1.5
+SLOW_S = 0.3
+"""What a slow link adds to each message, each way."""
+
+
+class Station(StrEnum):
+    """Where the request stands when the fault falls."""
+
+    WAITING = "waiting"  # in the coordinator's queue: no worker has room
+    QUEUED = "queued"  # at P, which computes something else
+    FIRST_CHUNK = "first chunk"
+    MIDDLE_CHUNK = "middle chunk"
+    LAST_CHUNK = "last chunk"
+    PREFILLED = "prefilled"  # first token out, no decode worker has accepted it
+    SENDING = "sending"  # accepted, blocks of the computed prompt under way
+    DELIVERED = "delivered"  # D owns it; it joins at D's next step
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    ENDED = "ended"  # D is done with it; its last words are under way
+
+
+class Fault(StrEnum):
+    LEAVES = "client leaves"
+    LEAVES_UNHEARD = "client leaves, Aborts lost"
+    SIGTERM = "SIGTERM"
+    SIGKILL = "SIGKILL"
+    STOPS = "stops answering"
+    CUT = "link cut"
+    SLOW = "link slow"
+    LOST = "message lost"
+    DOUBLED = "message doubled"
+    LATE = "message late"
+    CORRUPTED = "block corrupted"
+
+
+Outcome = Literal["exact", "left", "broken"]
+"""exact: the whole answer, token for token, after a pause at most. left: an exact beginning, and all of it freed.
+broken: an exact beginning, then the connection ends, because the process that holds it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`victim`: a party, a link ("P-D"), or a message and who says it ("Accept of D"). `migrates`: None where time
+    decides. `counts`: counters that have risen at its end."""
+
+    station: Station
+    fault: Fault
+    victim: str
+    outcomes: tuple[Outcome, ...] = ("exact",)
+    migrates: bool | None = False
+    counts: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.station} / {self.fault}" + (f" {self.victim}" if self.victim else "")
+
+
+S, F = Station, Fault
+STATIONS = tuple(Station)
+AT_PREFILL = (S.QUEUED, S.FIRST_CHUNK, S.MIDDLE_CHUNK, S.LAST_CHUNK, S.PREFILLED, S.SENDING)
+"""P holds it and D does not own it yet."""
+AT_DECODE = (S.DELIVERED, S.DECODING, S.PREEMPTED)
+LINKS = ("P-D", "C-P", "C-D")
+
+# Messages that can be under way in a phase or that end it, and who says them. (In waiting there is none about it but
+# the dispatch that ends it.)
+MESSAGES: dict[Station, tuple[str, ...]] = {
+    S.WAITING: ("Prefill of C",),
+    S.QUEUED: ("Accepted of P", "Heartbeat of P", "HeartbeatAck of C"),
+    S.FIRST_CHUNK: ("Started of P", "Offer of P", "Accept of D"),
+    S.MIDDLE_CHUNK: ("Block of P", "Credit of D", "Heartbeat of P"),
+    S.LAST_CHUNK: ("Tokens of P",),
+    S.PREFILLED: ("Later of D", "Offer of P", "Accept of D"),
+    S.SENDING: ("Block of P", "Credit of D", "Handover of P"),
+    S.DELIVERED: ("Delivered of D", "Started of D", "Tokens of D", "Ended of P"),
+    S.DECODING: ("Tokens of D", "Heartbeat of D", "HeartbeatAck of C"),
+    S.PREEMPTED: ("Heartbeat of D", "Tokens of D"),
+    S.ENDED: ("Tokens of D", "Ended of D"),
+}
+
+SENSELESS: dict[tuple[Station, Fault], str] = {
+    (S.WAITING, F.LEAVES_UNHEARD): "no worker has it, so nobody is told",
+    **{
+        (station, F.CORRUPTED): "no block of it is under way"
+        for station in STATIONS
+        if station not in (S.MIDDLE_CHUNK, S.SENDING)
+    },
+}
+
+
+def cells() -> list[Cell]:
+    """All of them, by phase."""
+    return [cell for station in STATIONS for cell in _of(station) if (station, cell.fault) not in SENSELESS]
+
+
+def cell(name: str) -> Cell:
+    return next(one for one in cells() if one.name == name)
+
+
+def _of(station: Station) -> Iterator[Cell]:
+    yield from _leaves(station)
+    for victim in "PDC":
+        yield Cell(station, F.SIGTERM, victim)
+    yield Cell(station, F.SIGKILL, "P", migrates=station in AT_PREFILL, counts=_LOST["P"])
+    yield Cell(station, F.SIGKILL, "D", migrates=station in AT_DECODE, counts=_LOST["D"])
+    yield Cell(station, F.SIGKILL, "C", outcomes=("broken",))
+    for victim in "PD":
+        migrates = None if station is S.WAITING else station in (AT_PREFILL if victim == "P" else AT_DECODE)
+        yield Cell(station, F.STOPS, victim, migrates=migrates, counts=_LOST[victim])
+    for link in LINKS:
+        yield Cell(station, F.CUT, link, migrates=_cut_migrates(station, link), counts=_LOST[link])
+        yield Cell(station, F.SLOW, link)
+    for message in MESSAGES[station]:
+        for fault in (F.LOST, F.DOUBLED, F.LATE):
+            yield Cell(station, fault, message, migrates=_message_migrates(station, fault, message))
+    yield Cell(station, F.CORRUPTED, "P-D", counts=("kv_checksum_failures_total",))
+
+
+_LOST = {
+    "P": ('workers_lost_total{role="prefill"}',),
+    "D": ('workers_lost_total{role="decode"}',),
+    "P-D": (),
+    "C-P": ('workers_lost_total{role="prefill"}',),
+    "C-D": ('workers_lost_total{role="decode"}',),
+}
+
+
+def _leaves(station: Station) -> Iterator[Cell]:
+    """A client that goes while the last token is on its way may have it or not."""
+    outcomes: tuple[Outcome, ...] = ("left", "exact") if station is S.ENDED else ("left",)
+    counts = () if station is S.ENDED else ("requests_aborted_total",)
+    for fault in (F.LEAVES, F.LEAVES_UNHEARD):
+        yield Cell(station, fault, "", outcomes=outcomes, counts=counts)
+
+
+def _cut_migrates(station: Station, link: str) -> bool | None:
+    """A worker that the coordinator does not hear for long is taken for lost; what it owns goes on elsewhere."""
+    if link == "C-D":  # P hands it over to a D that nobody hears
+        return None if station is S.WAITING else True
+    if link == "C-P":  # D's word is enough, so P goes on unheard
+        return None if station is S.WAITING else False
+    return False
+
+
+def _message_migrates(station: Station, fault: Fault, message: str) -> bool:
+    """Everything is asked for again, but for tokens on their way to the front, of which a later one tells."""
+    if message != "Tokens of D" or station is S.DELIVERED or fault is F.DOUBLED:
+        return False
+    return fault is F.LOST or station is not S.ENDED
