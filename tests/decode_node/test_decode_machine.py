@@ -1,0 +1,183 @@
+"""A decode worker under a state machine: commands, offers, frames and hand-overs in any order, doubled, stale, lost.
+
+Steps come back late and requests end while one is out; transfers are cancelled, corrupted and taken up again; blocks
+run out. At the end of each history the prefill workers are honest: everything must leave, and a fresh one go through.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from bench.virtual_model import continuation
+from common.batching import Batch, Sequence
+from common.effects import Effect, ToSender
+from common.messages import AboutRequest, Block, Cancel, Decode, Handover, Later, Nack, Offer, Revoke
+from common.request import Key, WorkerId, pack_ids
+from decode_node.scheduler import MIN_CHUNK
+from decode_node.worker import DecodeWorker
+from tests.common.stepping import BLOCK
+from tests.common.worker_machine import (
+    REQUESTS,
+    P,
+    Q,
+    WorkerMachine,
+    ids_of,
+    key_of,
+    numbers,
+    outputs_before,
+    packed_before,
+)
+from tests.machines import SHRINKING_TAKES, histories
+from transfer.receiver import TransferReceiver
+
+pytestmark = SHRINKING_TAKES
+
+MAX_STEPS = 2000
+senders = st.sampled_from((P, Q))
+
+
+def number_of(key: Key) -> int:
+    return int(key[0][1:])
+
+
+def tokens_before(key: Key) -> list[int]:
+    """What has KV when the transfer `key` is whole."""
+    wanted = REQUESTS[number_of(key)]
+    return ids_of(wanted) + outputs_before(wanted, key[1])
+
+
+class DecodeMachine(WorkerMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.receiver = TransferReceiver(block_bytes=100)
+        self.node = DecodeWorker(self.core, self.receiver, fingerprint="fp", block_bytes=100, max_waiting=3)
+        self.worker = self.node
+        self.offered: dict[Key, WorkerId] = {}  # by whom last
+        self.to_offer: dict[Key, WorkerId] = {}  # again, by honest senders
+        self.honest = False
+
+    def sequences(self) -> list[Sequence]:
+        return self.node._scheduler.sequences()
+
+    # ------------------------------------------------------------ what it hears
+
+    @rule(number=numbers, attempt=st.sampled_from((2, 4)))
+    def decode(self, number: int, attempt: int) -> None:
+        before = packed_before(REQUESTS[number], attempt)
+        self.command(Decode(*key_of(number, attempt), REQUESTS[number], before))
+
+    @rule(number=numbers, attempt=st.sampled_from((1, 3)), sender=senders)
+    def offer(self, number: int, attempt: int, sender: WorkerId) -> None:
+        """An attempt goes to one pair: no worker is told to compute what another one offers it."""
+        wanted = REQUESTS[number]
+        if wanted.sampling.max_tokens > attempt:  # else nobody offers it: one token is left
+            key = key_of(number, attempt)
+            self.offered[key] = sender
+            before = packed_before(wanted, attempt)
+            said = self.hear(Offer(*key, wanted, before, len(tokens_before(key)), b"", "fp"), sender)
+            assert any(isinstance(e, ToSender) and e.worker == sender for e in said), "an offer is answered"
+
+    @precondition(lambda self: self.offered)
+    @rule(which=st.integers(0, 9), index=st.integers(0, 12), good=st.booleans())
+    def frame(self, which: int, index: int, good: bool) -> None:
+        self._frame(self._one(which), index, good)
+
+    @precondition(lambda self: self.offered)
+    @rule(which=st.integers(0, 9), some=st.integers(1, 13))
+    def some_frames(self, which: int, some: int) -> None:
+        key = self._one(which)
+        for index in range(min(some, -(-len(tokens_before(key)) // BLOCK))):
+            self._frame(key, index, True)
+
+    def _frame(self, key: Key, index: int, good: bool) -> None:
+        header = Block(*key, index=index, part=0, checksum=0, size=100)
+        sender = self.offered[key]
+        reserved = self.node._scheduler._reserved.get(key)
+        place = self.node.place(header, sender)
+        assert place is None or (reserved is not None and reserved.blocks[index] == place)
+        assert place is None or self.core.pool._holders[place] == 1, "a block that others read is written"
+        if self.node.block(header, sender, good, self.now) is not None:
+            assert place is not None
+            self.model.content[place] = tokens_before(key)[index * BLOCK : (index + 1) * BLOCK]
+        self.turn()
+
+    @precondition(lambda self: self.offered)
+    @rule(which=st.integers(0, 9), other=st.sampled_from((False, False, False, True)))
+    def hand_over(self, which: int, other: bool) -> None:
+        """`other`: of another request, by a mistake of its sender."""
+        self._hand_over(self._one(which), other)
+
+    def _hand_over(self, key: Key, other: bool = False) -> None:
+        outputs = continuation(ids_of(REQUESTS[number_of(key)]), key[1] + other)
+        blocks = -(-len(tokens_before(key)) // BLOCK)
+        self.hear(Handover(*key, pack_ids(outputs), None, blocks, 0), self.offered[key])
+
+    @precondition(lambda self: self.offered)
+    @rule(which=st.integers(0, 9), sender=senders)
+    def cancel(self, which: int, sender: WorkerId) -> None:
+        self.hear(Cancel(*self._one(which), "client left"), sender)
+
+    def _one(self, which: int) -> Key:
+        return list(self.offered)[which % len(self.offered)]
+
+    def peers(self, effect: Effect) -> None:
+        assert isinstance(effect, ToSender) and isinstance(effect.message, AboutRequest)
+        if self.honest:
+            self._answer(effect.message, effect.worker)
+
+    # ------------------------------------------------------------ what holds always, and in the end
+
+    def _answer(self, message: AboutRequest, sender: WorkerId) -> None:
+        match message:
+            case Nack():
+                for index in message.indices:
+                    self._frame(message.key, index, True)
+            case Revoke() | Later():
+                self.to_offer[message.key] = sender
+
+    def budget(self, batch: Batch) -> int:
+        return max(self.core.max_num_batched_tokens, self.node._scheduler.num_running + MIN_CHUNK)
+
+    @invariant()
+    def reservations_are_transfers(self) -> None:
+        reserved = self.node._scheduler._reserved
+        assert set(reserved) == set(self.receiver._incoming) == set(self.node._senders) & set(reserved)
+        for key, seq in reserved.items():
+            assert not seq.in_batch and seq.slot < 0, f"{key} runs before it is whole"
+            assert len(seq.blocks) == self.core.blocks_for(len(seq.tokens) + 1), "not reserved whole"
+
+    def teardown(self) -> None:
+        self.honest = True
+        self._let_all_end()
+        self.check_over()
+        assert self.receiver.settled and not self.node._senders and not self.node._moved_bytes
+        if not self.node.draining:
+            self.offer(3, 5, P)
+            self.decode(4, 6)
+            self._let_all_end()
+            fresh = (self.ends[key_of(3, 5)], self.ends[key_of(4, 6)])
+            assert [ended.outcome for ended in fresh] == ["finished", "finished"], (
+                "nothing goes through any more"
+            )
+
+    def _let_all_end(self) -> None:
+        """Prefill workers send what they promised; the steps go on; nothing waits for a limit to pass."""
+        for _ in range(MAX_STEPS):
+            if self.node.idle and self.out is None and not self.to_offer:
+                return
+            again, self.to_offer = self.to_offer, {}
+            for (request_id, attempt), sender in again.items():
+                self.offer(int(request_id[1:]), attempt, sender)
+            for key in list(self.receiver._incoming):
+                self._hand_over(key)
+            if self.out is not None:
+                self.finish()
+            self.step()
+            self.adds_up()
+            self.now += 0.1
+            self.turn()
+
+
+DecodeMachine.TestCase.settings = histories(100, steps=60)
+TestDecodeWorker = DecodeMachine.TestCase
