@@ -9,6 +9,8 @@ PREFILL ?= 1
 DECODE ?= 1
 MODEL ?=
 ARGS ?=
+# How many times the histories of `make test` the state machines try in `make machines`.
+MACHINES ?= 50
 # Path or name of a Python >= 3.11, if the first one found is not the wanted one.
 PYTHON ?=
 PYTEST_ARGS ?=
@@ -22,13 +24,14 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test clients lint format clean
+.PHONY: help serve test machines clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve    the whole service on this machine, with the default model'
 	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
+	@echo 'make machines the state machines of make test, over 50 times as many histories, new ones each time (MACHINES=50)'
 	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   lets ruff lay out the code'
@@ -48,6 +51,9 @@ else
 	@echo '== tests of whole services, which want the cores for themselves'
 	@$(RUN) -m pytest $(TESTS_OF_SERVICES)
 endif
+
+machines: $(VENV)/.ready-to-test
+	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile $$(find tests -name 'test_*_machine.py')
 
 clients: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.clients.run $(ONLY)

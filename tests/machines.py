@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 MULTIPLIER = int(os.environ.get("MACHINES", "1"))
 MAX_UNDER_WAY = 400
 
-SHRINKING_TAKES = pytest.mark.timeout(900)
+SHRINKING_TAKES = pytest.mark.timeout(900 * MULTIPLIER)
 """For a module's `pytestmark`: a failing history is made short before it is shown."""
 
 T = TypeVar("T")

@@ -1,0 +1,419 @@
+"""Coordinator and front under a state machine: whatever workers, clients and the network do, in any order.
+
+Workers are honest (`scripted_workers.py`) and may die, fall silent, come back, drain, refuse, give up and forget;
+every message between them and the coordinator, and every token, is lost, doubled, delayed and reordered at will. Each
+request has one end, each token comes once and in its place, attempts only rise. In the end everything flows again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.effects import Effect, ToFront, ToWorker
+from common.lifecycle import Phase
+from common.messages import (
+    Accepted,
+    Admitted,
+    CancelRequest,
+    Decode,
+    Ended,
+    Later,
+    Message,
+    Prefill,
+    Rebind,
+    Refused,
+    Rejected,
+    RequestEnded,
+    Sender,
+    Started,
+    StopRequest,
+    Submit,
+    Tokens,
+)
+from common.request import (
+    Attempt,
+    Incarnation,
+    Key,
+    Request,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+    first_attempt_of_epoch,
+    pack_ids,
+    unpack_ids,
+)
+from coordinator.cluster import Cluster
+from coordinator.front import Front
+from coordinator.queue import WaitingQueue
+from coordinator.registry import Registry
+from tests.coordinator.cluster_bench import FRONT
+from tests.coordinator.scripted_workers import ScriptedWorker, token_of
+from tests.machines import SHRINKING_TAKES, UnderWay, histories
+
+pytestmark = SHRINKING_TAKES
+
+NAMES = ("p0", "p1", "d0", "d1")
+QUEUE = 8
+ENDS_WITHIN_S = 150.0  # `max_wait_s`, and what an honest attempt takes
+REGISTERS_WITHIN_S = 2.0
+names = st.sampled_from(NAMES)
+some = st.integers(0, 30)
+
+
+@dataclass
+class Answer:
+    request: Request
+    group: tuple[RequestId, ...]
+    ids: list[int] = field(default_factory=list)
+    end: str | None = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """To one life of a worker: the next life has another socket."""
+
+    worker: str
+    incarnation: Incarnation | None
+
+
+Carried = tuple[Sender | Told, Message]
+"""What a worker said, and who; or what it is told."""
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.epoch = 0
+        self.answers: dict[RequestId, Answer] = {}
+        self.under_way: UnderWay[Carried] = UnderWay()
+        self.workers = {name: ScriptedWorker(name) for name in NAMES}
+        self.given: dict[Key, tuple[str, bytes]] = {}  # to whom each attempt was dispatched, from what
+        self.highest = Attempt(0)
+        self._start_coordinator()
+        for worker in self.workers.values():
+            self._say(worker, worker.card())
+        self.all_arrives()
+
+    def _start_coordinator(self) -> None:
+        self.epoch += 1
+        self.front = Front()
+        self.cluster = Cluster(
+            Registry(tokenizer_hash="t", fronts={FRONT: "f"}),
+            WaitingQueue(max_requests=QUEUE, max_tokens=1000),
+            first_attempt=first_attempt_of_epoch(self.epoch),
+        )
+
+    # ------------------------------------------------------------ clients
+
+    @rule(
+        choices=st.sampled_from((1, 1, 1, 3)),
+        tokens=st.sampled_from((1, 20, 60, 150, 230)),
+        out=st.sampled_from((1, 2, 5, 20)),
+        deadline_s=st.sampled_from((None, None, 2.0)),
+        priority=st.integers(0, 1),
+    )
+    def submit(self, choices: int, tokens: int, out: int, deadline_s: float | None, priority: int) -> None:
+        first = len(self.answers)
+        group = tuple(RequestId(f"r{first + n}") for n in range(choices))
+        leader = group[0] if choices > 1 else ""
+        for child, request_id in enumerate(group):
+            sampling = SamplingParams(max_tokens=out, child=child)
+            wanted = Request(
+                request_id, pack_ids(range(tokens)), sampling, FRONT, priority=priority, leader=leader
+            )
+            self.answers[request_id] = Answer(wanted, group)
+            self.front.open(request_id)
+        requests = tuple(self.answers[request_id].request for request_id in group)
+        self._carry(self.cluster.submit(Submit(requests, deadline_s), self.now))
+
+    @precondition(lambda self: len(self.front))
+    @rule(which=some)
+    def client_leaves(self, which: int) -> None:
+        self._leave(self._open_one(which), "left")
+
+    def _leave(self, request_id: RequestId, end: str) -> None:
+        """With all that it asked for at once."""
+        for other in self.answers[request_id].group:
+            if self.answers[other].end is None:
+                self._end(other, end)
+                self.front.close(other)
+                self._carry(self.cluster.from_front(CancelRequest(other, "client left"), self.now))
+
+    @precondition(lambda self: len(self.front))
+    @rule(which=some)
+    def stop_string_is_found(self, which: int) -> None:
+        request_id = self._open_one(which)
+        self._end(request_id, "stop")
+        self.front.close(request_id)
+        self._carry(self.cluster.from_front(StopRequest(request_id), self.now))
+
+    def _open_one(self, which: int) -> RequestId:
+        open_now = [request_id for request_id, answer in self.answers.items() if answer.end is None]
+        return open_now[which % len(open_now)]
+
+    # ------------------------------------------------------------ workers
+
+    @rule(name=names, which=some, steps=st.integers(1, 4))
+    def worker_goes_on(self, name: str, which: int, steps: int) -> None:
+        worker = self.workers[name]
+        for _ in range(steps):
+            if worker.alive and worker.held:
+                key = list(worker.held)[which % len(worker.held)]
+                for sayer, message in worker.go_on(key, self.workers):
+                    self._say(sayer, message)
+
+    @rule(name=names)
+    def worker_beats(self, name: str) -> None:
+        if self.workers[name].alive:
+            self._say(self.workers[name], self.workers[name].beat())
+
+    @rule(name=names, which=some, retryable=st.booleans())
+    def worker_gives_up(self, name: str, which: int, retryable: bool) -> None:
+        worker = self.workers[name]
+        if worker.held:
+            key = list(worker.held)[which % len(worker.held)]
+            for message in worker.end(key, "failed", retryable=retryable):
+                self._say(worker, message)
+
+    @rule(name=names, which=some)
+    def worker_forgets(self, name: str, which: int) -> None:
+        worker = self.workers[name]
+        if worker.held:
+            del worker.held[list(worker.held)[which % len(worker.held)]]
+
+    @rule(name=names, seen=st.booleans())
+    def worker_dies(self, name: str, seen: bool) -> None:
+        """`seen`: by whoever started it."""
+        worker = self.workers[name]
+        worker.alive = False
+        if seen:
+            life = Incarnation(worker.incarnation)
+            self._carry(self.cluster.worker_died(WorkerId(name), life, self.now))
+
+    @rule(name=names)
+    def worker_was_only_silent(self, name: str) -> None:
+        self.workers[name].alive = True
+
+    @rule(name=names)
+    def worker_restarts(self, name: str) -> None:
+        self.workers[name].restart()
+        self._say(self.workers[name], self.workers[name].card())
+
+    @rule(name=names)
+    def worker_is_to_drain(self, name: str) -> None:
+        self._carry(self.cluster.drain(WorkerId(name), 10.0, self.now) or [])
+
+    @precondition(lambda self: self.given)
+    @rule(name=names, which=some, word=st.integers(0, 8), other=names)
+    def worker_says_what_nobody_asked(self, name: str, which: int, word: int, other: str) -> None:
+        """A late copy of anything, or nonsense."""
+        key = list(self.given)[-1 - which % len(self.given)]
+        words: tuple[Message, ...] = (
+            Accepted(*key, self.workers[other].address),
+            Accepted(*key),
+            Later(*key, 0.5),
+            Refused(*key, "no"),
+            Started(*key, "prefilling"),
+            Started(*key, "decode_ready"),
+            Ended(*key, outcome="handed_over"),
+            Ended(*key, outcome="finished"),
+            Ended(*key, outcome="unknown"),
+        )
+        self._say(self.workers[name], words[word])
+
+    # ------------------------------------------------------------ network, time, the coordinator itself
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=some)
+    def arrives(self, which: int) -> None:
+        self._arrive(self.under_way.take(which))
+
+    @precondition(lambda self: self.under_way)
+    @rule()
+    def all_arrives(self) -> None:
+        for _ in range(len(self.under_way)):
+            self._arrive(self.under_way.take(0))
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=some)
+    def arrives_and_comes_again(self, which: int) -> None:
+        self._arrive(self.under_way.copy(which))
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=some)
+    def is_lost(self, which: int) -> None:
+        self.under_way.lose(which)
+
+    @rule(seconds=st.sampled_from((0.1, 0.6, 1.1, 2.6, 4.0, 61.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self._turn()
+
+    @precondition(lambda self: len(self.answers) > 2 * self.epoch)
+    @rule()
+    def coordinator_restarts(self) -> None:
+        """It and the front are one process: its clients are gone, the workers are not told."""
+        for request_id, answer in self.answers.items():
+            if answer.end is None:
+                self._end(request_id, "coordinator lost")
+        self._start_coordinator()
+
+    # ------------------------------------------------------------ inside
+
+    def _say(self, worker: ScriptedWorker, message: Message) -> None:
+        self.under_way.put((worker.sender, message))
+
+    def _arrive(self, carried: Carried) -> None:
+        who, message = carried
+        if isinstance(who, Told):
+            worker = self.workers[who.worker]
+            if worker.alive and who.incarnation in (None, worker.incarnation):
+                for said in worker.hear(message):
+                    self._say(worker, said)
+        elif isinstance(message, Tokens):
+            self._at_front(message, who)
+        else:
+            self._carry(self.cluster.from_worker(message, who, self.now))
+
+    def _turn(self) -> None:
+        for gap in self.front.gaps(self.now):
+            self._carry(self.cluster.from_front(gap, self.now))
+        self._carry(self.cluster.turn(self.now))
+
+    def _carry(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ToWorker):
+                if isinstance(effect.message, (Prefill, Decode)):
+                    self._check_dispatch(effect.worker, effect.message)
+                if isinstance(effect.message, Rebind):
+                    assert effect.message.key in self.given, "a new target for what was never given"
+                registered = self.cluster.registry.get(effect.worker)
+                life = None if registered is None else registered.incarnation
+                self.under_way.put((Told(str(effect.worker), life), effect.message))
+            elif isinstance(effect, ToFront):
+                self._at_client(effect.message)
+
+    def _at_client(self, message: Message) -> None:
+        if isinstance(message, Rejected):
+            for request_id in self.answers[message.id].group:
+                self._end(request_id, message.error)
+                self.front.close(request_id)
+        elif isinstance(message, RequestEnded):
+            self._end(message.id, message.error)
+            self.front.close(message.id)
+            self._leave(message.id, message.error)
+        else:
+            assert isinstance(message, Admitted)
+
+    def _at_front(self, tokens: Tokens, sender: Sender) -> None:
+        deltas, heard = self.front.accept(tokens, sender.name, sender.incarnation, self.now)
+        for delta in deltas:
+            answer = self.answers[delta.id]
+            assert answer.end is None, "a token after the end"
+            answer.ids += delta.ids
+            if delta.finish is not None:
+                self._end(delta.id, delta.finish)
+        for message in heard:
+            self._carry(self.cluster.from_front(message, self.now))
+
+    def _end(self, request_id: RequestId, end: str) -> None:
+        answer = self.answers[request_id]
+        assert answer.end is None, f"{request_id} ends as {end} and as {answer.end}"
+        answer.end = end
+
+    def _check_dispatch(self, worker: WorkerId, command: Prefill | Decode) -> None:
+        """An attempt is one worker's for ever, from what the front had then; a new one is above all before it."""
+        key, answer = command.key, self.answers[command.id]
+        if key in self.given:
+            assert self.given[key] == (worker, command.output_ids)
+            return
+        assert key[1] > self.highest, "attempts rise"
+        self.highest = key[1]
+        self.given[key] = (worker, command.output_ids)
+        assert unpack_ids(command.output_ids) == answer.ids, "it starts from what the client has"
+        registered = self.cluster.registry.get(worker)
+        assert registered is not None and not registered.lost and not registered.draining
+
+    # ------------------------------------------------------------ what holds always
+
+    @invariant()
+    def tokens_come_once_and_in_their_place(self) -> None:
+        for request_id, answer in self.answers.items():
+            assert answer.ids == [token_of(request_id, index) for index in range(len(answer.ids))]
+            if answer.end == "length":
+                assert len(answer.ids) == answer.request.sampling.max_tokens
+
+    @invariant()
+    def what_is_open_is_tracked(self) -> None:
+        open_now = {request_id for request_id, answer in self.answers.items() if answer.end is None}
+        tracker = self.cluster.tracker
+        assert {tracked.id for tracked in tracker.all()} == open_now == set(self.front._streams)
+        waiting = [tracked for tracked in tracker.all() if tracked.life.phase is Phase.WAITING]
+        assert len(self.cluster.queue) == len(waiting)
+        for tracked in tracker.all():
+            assert tracked.outputs == self.answers[tracked.id].ids
+            assert (tracked.life.phase is Phase.WAITING) == (tracked.attempt == 0) == (not tracked.holders)
+
+    @invariant()
+    def nobody_takes_room_for_nothing(self) -> None:
+        """What is counted of workers is of requests that are with them; a lost one holds nothing that goes on."""
+        router, registry = self.cluster._dispatcher._router, self.cluster.registry
+        holders = {(t.id, worker) for t in self.cluster.tracker.dispatched() for worker in t.holders}
+        for table in (router._prefill, router._decode):
+            for worker, shares in table.items():
+                assert {(request_id, worker) for request_id in shares.by_request} <= holders
+                assert shares.total == sum(shares.by_request.values())
+        for tracked in self.cluster.tracker.dispatched():
+            needed = tracked.decode if tracked.handed_over else tracked.holders[0]
+            assert needed is not None
+            registered = registry.get(needed)
+            assert registered is not None and not registered.lost, "it waits for one who is lost"
+
+    # ------------------------------------------------------------ the end
+
+    def teardown(self) -> None:
+        for name, worker in self.workers.items():
+            if not worker.alive or worker.draining or name in self._draining():
+                self.worker_restarts(name)
+        self._let_all_flow(ENDS_WITHIN_S)
+        assert not len(self.front) and self.cluster.settled, "something never ends"
+        for worker in self.workers.values():
+            assert not worker.held, f"{worker.name} holds {list(worker.held)} for nobody"
+        fresh = len(self.answers)
+        self.submit(3, 60, 5, None, 0)
+        self._let_all_flow(10.0)
+        ends = [self.answers[RequestId(f"r{fresh + n}")].end for n in range(3)]
+        assert ends == ["length"] * 3, "nothing goes through any more"
+
+    def _draining(self) -> list[str]:
+        return [str(worker.id) for worker in self.cluster.registry.all() if worker.draining]
+
+    def _let_all_flow(self, within_s: float) -> None:
+        begins = self.now
+        while self.now < begins + within_s:
+            for name, worker in self.workers.items():
+                if worker.draining and not worker.held:
+                    self.worker_restarts(name)  # it has left as it was told to
+                self.worker_beats(name)
+            for _ in range(40):
+                for name, worker in self.workers.items():
+                    for index in range(len(worker.held)):
+                        self.worker_goes_on(name, index, 1)
+                if not len(self.under_way):
+                    break
+                self.all_arrives()
+            self.tokens_come_once_and_in_their_place()
+            self.what_is_open_is_tracked()
+            busy = len(self.front) or any(worker.held for worker in self.workers.values())
+            if not busy and self.now >= begins + REGISTERS_WITHIN_S:
+                return
+            self.now += 0.5
+            self._turn()
+
+
+ClusterMachine.TestCase.settings = histories(200, steps=70)
+TestCluster = ClusterMachine.TestCase
