@@ -27,7 +27,7 @@ from common.messages import (
     TokenRow,
     Tokens,
 )
-from common.request import Attempt, Key, Request, RequestId, WorkerId, pack_ids
+from common.request import Attempt, Key, Request, WorkerId, pack_ids
 from tests.common.stepping import COORDINATOR, check_whole, make_core, model_for, prompt, request
 from transfer.worker_loop import PureWorker
 
@@ -50,7 +50,8 @@ def _make(number: int) -> Request:
 
 REQUESTS = tuple(_make(number) for number in range(len(_SHAPES)))
 numbers = st.integers(0, len(REQUESTS) - 1)
-attempts = st.integers(1, 4)
+steps_ahead = st.sampled_from((-1, 0, 0, 0, 1, 1, 2))
+"""An attempt by the newest of its request: stale, the same again, or a later one."""
 
 
 def ids_of(wanted: Request) -> list[int]:
@@ -58,8 +59,8 @@ def ids_of(wanted: Request) -> list[int]:
 
 
 def outputs_before(wanted: Request, attempt: int) -> list[int]:
-    """What the front has accepted when this attempt begins: a token for each attempt before it."""
-    return continuation(ids_of(wanted), min(attempt - 1, wanted.sampling.max_tokens - 1))
+    """What the front has accepted when this attempt begins: a token for each attempt before it, and two are left."""
+    return continuation(ids_of(wanted), max(0, min(attempt - 1, wanted.sampling.max_tokens - 2)))
 
 
 def packed_before(wanted: Request, attempt: int) -> bytes:
@@ -79,6 +80,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.out: Batch | None = None
         self.early: Seq[RowResult] | None = None
         self.ends: dict[Key, Ended] = {}
+        self.newest = [1] * len(REQUESTS)
 
     # ------------------------------------------------------------ of the one or the other kind
 
@@ -90,6 +92,11 @@ class WorkerMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     # ------------------------------------------------------------ commands
+
+    def key(self, number: int, ahead: int) -> Key:
+        attempt = max(1, self.newest[number] + ahead)
+        self.newest[number] = max(self.newest[number], attempt)
+        return REQUESTS[number].request_id, Attempt(attempt)
 
     def hear(self, message: Message, sender: WorkerId = COORDINATOR) -> list[Effect]:
         """Handled, carried out, and followed by a turn, as the loop does it. What was said at once."""
@@ -106,13 +113,13 @@ class WorkerMachine(RuleBasedStateMachine):
             f"{message} is not answered"
         )
 
-    @rule(number=numbers, attempt=attempts)
-    def abort(self, number: int, attempt: int) -> None:
-        self.command(Abort(REQUESTS[number].request_id, Attempt(attempt), "client left"))
+    @rule(number=numbers, ahead=steps_ahead)
+    def abort(self, number: int, ahead: int) -> None:
+        self.command(Abort(*self.key(number, ahead), "client left"))
 
-    @rule(number=numbers, attempt=attempts)
-    def stop(self, number: int, attempt: int) -> None:
-        self.command(Stop(REQUESTS[number].request_id, Attempt(attempt)))
+    @rule(number=numbers, ahead=steps_ahead)
+    def stop(self, number: int, ahead: int) -> None:
+        self.command(Stop(*self.key(number, ahead)))
 
     @precondition(lambda self: self.worker.live_keys())
     @rule(which=st.integers(0, 9), ours=st.booleans())
@@ -254,7 +261,3 @@ class WorkerMachine(RuleBasedStateMachine):
     def check_over(self) -> None:
         assert self.worker.idle, f"still here: {self.worker.live_keys()}"
         check_whole(self.core)
-
-
-def key_of(number: int, attempt: int) -> tuple[RequestId, Attempt]:
-    return REQUESTS[number].request_id, Attempt(attempt)

@@ -130,7 +130,7 @@ class ClusterMachine(RuleBasedStateMachine):
         requests = tuple(self.answers[request_id].request for request_id in group)
         self._carry(self.cluster.submit(Submit(requests, deadline_s), self.now))
 
-    @precondition(lambda self: len(self.front))
+    @precondition(lambda self: len(self.front) > 0)
     @rule(which=some)
     def client_leaves(self, which: int) -> None:
         self._leave(self._open_one(which), "left")
@@ -143,7 +143,7 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.front.close(other)
                 self._carry(self.cluster.from_front(CancelRequest(other, "client left"), self.now))
 
-    @precondition(lambda self: len(self.front))
+    @precondition(lambda self: len(self.front) > 0)
     @rule(which=some)
     def stop_string_is_found(self, which: int) -> None:
         request_id = self._open_one(which)
@@ -415,5 +415,5 @@ class ClusterMachine(RuleBasedStateMachine):
             self._turn()
 
 
-ClusterMachine.TestCase.settings = histories(200, steps=70)
+ClusterMachine.TestCase.settings = histories(120, steps=70)
 TestCluster = ClusterMachine.TestCase

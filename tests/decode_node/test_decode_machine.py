@@ -23,10 +23,10 @@ from tests.common.worker_machine import (
     Q,
     WorkerMachine,
     ids_of,
-    key_of,
     numbers,
     outputs_before,
     packed_before,
+    steps_ahead,
 )
 from tests.machines import SHRINKING_TAKES, histories
 from transfer.receiver import TransferReceiver
@@ -62,19 +62,24 @@ class DecodeMachine(WorkerMachine):
 
     # ------------------------------------------------------------ what it hears
 
-    @rule(number=numbers, attempt=st.sampled_from((2, 4)))
-    def decode(self, number: int, attempt: int) -> None:
-        before = packed_before(REQUESTS[number], attempt)
-        self.command(Decode(*key_of(number, attempt), REQUESTS[number], before))
+    @rule(number=numbers, ahead=steps_ahead)
+    def decode(self, number: int, ahead: int) -> None:
+        """An attempt goes to one pair: no worker is told to compute what another one offers it. Even ones are."""
+        key = self.key(number, ahead)
+        if key[1] % 2 == 0:
+            self.command(Decode(*key, REQUESTS[number], packed_before(REQUESTS[number], key[1])))
 
-    @rule(number=numbers, attempt=st.sampled_from((1, 3)), sender=senders)
-    def offer(self, number: int, attempt: int, sender: WorkerId) -> None:
-        """An attempt goes to one pair: no worker is told to compute what another one offers it."""
-        wanted = REQUESTS[number]
-        if wanted.sampling.max_tokens > attempt:  # else nobody offers it: one token is left
-            key = key_of(number, attempt)
+    @rule(number=numbers, ahead=steps_ahead, sender=senders)
+    def offer(self, number: int, ahead: int, sender: WorkerId) -> None:
+        key = self.key(number, ahead)
+        if key[1] % 2 == 1:
+            self._offer(key, sender)
+
+    def _offer(self, key: Key, sender: WorkerId) -> None:
+        wanted = REQUESTS[number_of(key)]
+        if wanted.sampling.max_tokens > 1:  # else nobody offers it
             self.offered[key] = sender
-            before = packed_before(wanted, attempt)
+            before = packed_before(wanted, key[1])
             said = self.hear(Offer(*key, wanted, before, len(tokens_before(key)), b"", "fp"), sender)
             assert any(isinstance(e, ToSender) and e.worker == sender for e in said), "an offer is answered"
 
@@ -109,7 +114,8 @@ class DecodeMachine(WorkerMachine):
         self._hand_over(self._one(which), other)
 
     def _hand_over(self, key: Key, other: bool = False) -> None:
-        outputs = continuation(ids_of(REQUESTS[number_of(key)]), key[1] + other)
+        wanted = REQUESTS[number_of(key)]
+        outputs = continuation(ids_of(wanted), len(outputs_before(wanted, key[1])) + 1 + other)
         blocks = -(-len(tokens_before(key)) // BLOCK)
         self.hear(Handover(*key, pack_ids(outputs), None, blocks, 0), self.offered[key])
 
@@ -153,10 +159,10 @@ class DecodeMachine(WorkerMachine):
         self.check_over()
         assert self.receiver.settled and not self.node._senders and not self.node._moved_bytes
         if not self.node.draining:
-            self.offer(3, 5, P)
-            self.decode(4, 6)
+            self.offer(3, 1 + self.newest[3] % 2, P)
+            self.decode(4, 2 - self.newest[4] % 2)
             self._let_all_end()
-            fresh = (self.ends[key_of(3, 5)], self.ends[key_of(4, 6)])
+            fresh = (self.ends[self.key(3, 0)], self.ends[self.key(4, 0)])
             assert [ended.outcome for ended in fresh] == ["finished", "finished"], (
                 "nothing goes through any more"
             )
@@ -167,8 +173,8 @@ class DecodeMachine(WorkerMachine):
             if self.node.idle and self.out is None and not self.to_offer:
                 return
             again, self.to_offer = self.to_offer, {}
-            for (request_id, attempt), sender in again.items():
-                self.offer(int(request_id[1:]), attempt, sender)
+            for key, sender in again.items():
+                self._offer(key, sender)
             for key in list(self.receiver._incoming):
                 self._hand_over(key)
             if self.out is not None:

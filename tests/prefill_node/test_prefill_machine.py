@@ -34,12 +34,11 @@ from tests.common.stepping import BLOCK, OTHER_TARGET, TARGET
 from tests.common.worker_machine import (
     REQUESTS,
     WorkerMachine,
-    attempts,
     ids_of,
-    key_of,
     numbers,
     outputs_before,
     packed_before,
+    steps_ahead,
 )
 from tests.machines import SHRINKING_TAKES, histories
 from transfer.sender import TransferSender
@@ -79,27 +78,28 @@ class PrefillMachine(WorkerMachine):
 
     # ------------------------------------------------------------ commands
 
-    @rule(number=numbers, attempt=attempts, who=targets)
-    def prefill(self, number: int, attempt: int, who: PeerAddress) -> None:
-        before = packed_before(REQUESTS[number], attempt)
-        self.command(Prefill(*key_of(number, attempt), REQUESTS[number], before, who))
+    @rule(number=numbers, ahead=steps_ahead, who=targets)
+    def prefill(self, number: int, ahead: int, who: PeerAddress) -> None:
+        key = self.key(number, ahead)
+        before = packed_before(REQUESTS[number], key[1])
+        self.command(Prefill(*key, REQUESTS[number], before, who))
 
-    @rule(number=numbers, attempt=attempts, who=targets)
-    def rebind(self, number: int, attempt: int, who: PeerAddress) -> None:
-        self.command(Rebind(*key_of(number, attempt), who))
+    @rule(number=numbers, ahead=steps_ahead, who=targets)
+    def rebind(self, number: int, ahead: int, who: PeerAddress) -> None:
+        self.command(Rebind(*self.key(number, ahead), who))
 
     @rule(
         number=numbers,
-        attempt=attempts,
+        ahead=steps_ahead,
         word=st.integers(0, 8),
         wanted=st.lists(st.integers(0, 12), max_size=12, unique=True),
         who=targets,
     )
     def decode_worker_says(
-        self, number: int, attempt: int, word: int, wanted: list[int], who: PeerAddress
+        self, number: int, ahead: int, word: int, wanted: list[int], who: PeerAddress
     ) -> None:
         """Anything, whether or not it was asked."""
-        self.hear(words(key_of(number, attempt), tuple(sorted(wanted)))[word], who.worker)
+        self.hear(words(self.key(number, ahead), tuple(sorted(wanted)))[word], who.worker)
 
     @precondition(lambda self: self.said)
     @rule(which=st.integers(0, 9))
@@ -146,9 +146,9 @@ class PrefillMachine(WorkerMachine):
         self.check_over()
         assert self.sender.settled and not self.node._targets
         if not self.node.draining:
-            self.prefill(1, 5, TARGET)
+            self.prefill(1, 1, TARGET)
             self._let_all_end(10.0)
-            assert self.ends[key_of(1, 5)].outcome == "handed_over", "nothing goes through any more"
+            assert self.ends[self.key(1, 0)].outcome == "handed_over", "nothing goes through any more"
 
     def _let_all_end(self, within_s: float) -> None:
         """Decode workers are honest and messages flow; the steps go on."""
