@@ -163,9 +163,14 @@ class Dispatcher:
         return [w for w in self._registry.usable("decode") if w.longest_tokens >= longest]
 
     def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
-        """The pair of workers for it; without a prefill worker the decode worker does both."""
+        """The pair of workers for it. The decode worker does both where there is no prefill worker that has not failed
+        this request: often it was the way between the two, and it would fail again."""
         deciders = self._deciders(tracked)
-        prefillers = [w for w in self._registry.usable("prefill") if w.longest_tokens >= tracked.tokens]
+        prefillers = [
+            w
+            for w in self._registry.usable("prefill")
+            if w.longest_tokens >= tracked.tokens and w.id not in tracked.avoid
+        ]
         if not deciders:
             return None
         if not prefillers:

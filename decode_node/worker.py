@@ -161,6 +161,10 @@ class DecodeWorker:
         num_blocks = self._core.blocks_for(len(seq.tokens))
         return self._receiver.accept(seq.key, sender, seq.blocks, hits, num_blocks, now)
 
+    def peer_gone(self, worker: WorkerId, now: float) -> list[Effect]:
+        """Nothing is sent to others from here."""
+        return []
+
     def _refuse(self, key: Key, sender: WorkerId, reason: str) -> Effect:
         return ToSender(sender, Refused(*key, reason))
 

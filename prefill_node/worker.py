@@ -146,6 +146,11 @@ class PrefillWorker:
         effects, events = self._sender.receive(message, sender, now)
         return effects + self._transfer_events(events, now)
 
+    def peer_gone(self, worker: WorkerId, now: float) -> list[Effect]:
+        """Nobody answers for decode worker `worker` any more."""
+        effects, events = self._sender.peer_gone(worker, now)
+        return effects + self._transfer_events(events, now)
+
     def _transfer_events(self, events: list[SenderEvent], now: float) -> list[Effect]:
         effects: list[Effect] = []
         for event in events:

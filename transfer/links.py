@@ -15,6 +15,7 @@ bytes, empty where its channel brings them in another way (`channel.py`), then i
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -29,10 +30,15 @@ from common.request import Key, WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
 from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
+from transfer.presence import Presence
 from transfer.way import Way
+
+log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 4096
 UNANSWERED_S = 3.0
+
+_MAX_SENDERS = 4096
 
 MessageIn = Callable[[Message, Sender], None]
 
@@ -71,6 +77,8 @@ class Links:
         self._on_control: MessageIn | None = None
         self._coordinator = ""
         self._control_reader: asyncio.Task[None] | None = None
+        self._coordinators: Presence | None = None
+        self._on_gone: Callable[[WorkerId], None] = lambda _: None
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -99,8 +107,17 @@ class Links:
             {name: end.where for name, end in self._receiving.items()},
         )
 
-    def start(self, coordinator: str, on_control: MessageIn, on_peer: MessageIn, on_block: BlockIn) -> None:
+    def start(
+        self,
+        coordinator: str,
+        on_control: MessageIn,
+        on_peer: MessageIn,
+        on_block: BlockIn,
+        on_gone: Callable[[WorkerId], None] = lambda _: None,
+    ) -> None:
+        """`on_gone` hears of peers that we sent to and that nobody answers for any more."""
         self._on_peer = on_peer
+        self._on_gone = on_gone
         self._coordinator = coordinator
         self._on_control = on_control
         self._connect_control()
@@ -111,14 +128,19 @@ class Links:
 
     def _connect_control(self) -> None:
         assert self._on_control is not None
-        self._control = self._dealer(self._coordinator)
+        self._control = self._dealer()
+        self._coordinators = Presence(self._control, lambda: None)
+        self._control.connect(self._coordinator)
         self._control_reader = asyncio.create_task(self._read_messages(self._control, self._on_control))
 
     def reconnect_control(self) -> None:
         """A new connection to the coordinator. The old one may look whole and lead nowhere: a ROUTER lets whoever
         comes last with a name take it over, and does not tell the one before."""
-        assert self._control is not None and self._control_reader is not None
+        assert (
+            self._control is not None and self._control_reader is not None and self._coordinators is not None
+        )
         self._control_reader.cancel()
+        self._coordinators.end()
         self._control.close(linger=0)
         self._connect_control()
 
@@ -135,19 +157,23 @@ class Links:
                 self._fronts[name] = (endpoint, socket)
 
     async def close(self) -> None:
-        """Everything unsent gets LINGER_MS."""
+        """Everything unsent gets LINGER_MS, where anybody is there to take it. (The fronts are the coordinator's.)"""
         for way in self._ways.values():
             way.close(linger_ms=LINGER_MS)
         for sending in self._sending:
             sending.end()
         for receiving in self._receiving.values():
             receiving.end()
+        there = self._coordinators is not None and self._coordinators.there
+        if self._coordinators is not None:
+            self._coordinators.end()
         if self._control_reader is not None:
             self._control_reader.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.sleep(0)
-        self._context.destroy(linger=LINGER_MS)
+        self._peers.close(linger=LINGER_MS)
+        self._context.destroy(linger=LINGER_MS if there else 0)
 
     # ------------------------------------------------------------ sending
 
@@ -192,14 +218,22 @@ class Links:
             if way.address == target and not silent and not (way.shut and again):
                 return way
             way.close(keep_channel=way.address == target)
-        control = self._dealer(target.control)
+        control = self._dealer()
+        presence = Presence(control, lambda: self._peer_gone(target))
+        control.connect(target.control)
         data = self._socket(zmq.PUSH, _HEADER_BYTES)
         data.connect(target.data)
         reader = asyncio.create_task(self._read_messages(control, self._answered(target.worker)))
-        way = Way(self.me, self._counters, target, control, data, reader, self._refuse(target))
+        way = Way(self.me, self._counters, target, control, data, presence, reader, self._refuse(target))
         self._ways[target.worker] = way
         way.choose(self._sending)
         return way
+
+    def _peer_gone(self, target: PeerAddress) -> None:
+        """Its sockets, and by its channel what it had mapped, are released now and not when it is spoken to again."""
+        self._ways.pop(target.worker).close()
+        log.info("%s at %s is gone", target.worker, target.control)
+        self._inbox.guard(self._on_gone, target.worker)
 
     def _refuse(self, target: PeerAddress) -> Callable[[Offer, str], None]:
         """Answers an offer in the name of a peer that no channel leads to; not from inside the call that made it."""
@@ -222,10 +256,9 @@ class Links:
 
         return deliver
 
-    def _dealer(self, endpoint: str) -> zmq.asyncio.Socket:
+    def _dealer(self) -> zmq.asyncio.Socket:
         socket = self._socket(zmq.DEALER, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IDENTITY, identity(self.me))
-        socket.connect(endpoint)
         return socket
 
     # ------------------------------------------------------------ receiving
@@ -244,6 +277,8 @@ class Links:
             if read is not None:
                 sender, message = read
                 self._senders[WorkerId(sender.name)] = route
+                if len(self._senders) > _MAX_SENDERS:
+                    del self._senders[next(iter(self._senders))]
                 self._inbox.guard(deliver, message, sender)
 
     async def _read_blocks(self, deliver: BlockIn) -> None:

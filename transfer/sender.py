@@ -379,6 +379,12 @@ class TransferSender:
         self._ask_by(out, now + self._retry_s)
         return [ToReceiver(out.target, out.offer)]
 
+    def peer_gone(self, worker: WorkerId, now: float) -> tuple[list[Effect], list[SenderEvent]]:
+        """Nobody is there any more: what is under way to it fails at once, so that it goes on elsewhere."""
+        outs = [out for out in self._outgoing.values() if out.target.worker == worker]
+        failed = [self._fail(out, f"{worker} cannot be reached", now) for out in outs]
+        return [e for said, _ in failed for e in said], [event for _, events in failed for event in events]
+
     def _fail(self, out: _Outgoing, reason: str, now: float) -> tuple[list[Effect], list[SenderEvent]]:
         out.life.move(TransferPhase.FAILED)
         self._outgoing.pop(out.key, None)

@@ -23,6 +23,7 @@ from common.messages import Message, Offer, PeerAddress, Sender
 from common.request import Key
 from transfer.channel import SendingEnd
 from transfer.inbox import send
+from transfer.presence import Presence
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Way:
         address: PeerAddress,
         control: zmq.asyncio.Socket,
         data: zmq.asyncio.Socket,
+        presence: Presence,
         reader: asyncio.Task[None],
         refuse: Callable[[Offer, str], None],
     ) -> None:
@@ -47,6 +49,7 @@ class Way:
         self.address = address
         self._control = control
         self._data = data
+        self._presence = presence
         self._reader = reader
         self._refuse = refuse
         self.unanswered_since: float | None = None
@@ -95,6 +98,8 @@ class Way:
             self._end.close(self.address)
         self._end, self._left, self._is_open = None, [], False
         self._reader.cancel()
+        self._presence.end()
+        linger_ms = linger_ms if self._presence.there else 0
         self._control.close(linger=linger_ms)
         self._data.close(linger=linger_ms)
 

@@ -61,6 +61,7 @@ class PureWorker(Protocol):
     @property
     def idle(self) -> bool: ...
     def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]: ...
+    def peer_gone(self, worker: WorkerId, now: float) -> list[Effect]: ...
     def place(self, header: Block, sender: WorkerId) -> int | None: ...
     def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None: ...
     def schedule(self, now: float) -> Batch | None: ...
@@ -126,7 +127,7 @@ class WorkerLoop:
     async def run(self, coordinator: str) -> None:
         """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
         self._failure = asyncio.get_running_loop().create_future()
-        self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block)
+        self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block, self._peer_gone)
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._asked_to_stop.wait())
         try:
@@ -260,6 +261,10 @@ class WorkerLoop:
 
     def _from_peer(self, message: Message, sender: Sender) -> None:
         self._take(message, WorkerId(sender.name))
+        self._turn()
+
+    def _peer_gone(self, worker: WorkerId) -> None:
+        self._carry_out(self._node.peer_gone(worker, time.monotonic()))
         self._turn()
 
     def _take(self, message: Message, sender: WorkerId) -> None:

@@ -259,13 +259,26 @@ def test_refused_goes_elsewhere_at_once() -> None:
     assert bench.say(prefill, Refused(*key, "draining")) == [], "an old attempt's"
 
 
+def test_BR_029_where_the_only_way_between_two_pools_is_cut_the_decode_worker_does_both() -> None:
+    """The prefill worker says that it cannot reach its target: the next attempt needs no way between them."""
+    bench = pair()
+    key, prefill, decode = bench.accepted()
+    told = bench.say(prefill, Ended(*key, outcome="failed", reason="transfer: decode-0 cannot be reached"))
+    ((worker, command),) = [(w, m) for w, m in told if isinstance(m, Prefill | Decode)]
+    assert worker == decode and isinstance(command, Decode)
+    assert isinstance(bench.submit(request("b"))[0][1], Prefill), "others are not kept from trying"
+
+
 def test_refused_by_everybody_is_an_end() -> None:
     bench = pair()
-    key, prefill, _ = bench.dispatched()
+    key, worker, _ = bench.dispatched()
+    asked = [worker]
     for _ in range(MAX_FRUITLESS):
-        told = bench.say(prefill, Refused(*key, "no"))
-        prefills = [m for _, m in told if isinstance(m, Prefill)]
-        key = prefills[0].key if prefills else key
+        for told, message in bench.say(worker, Refused(*key, "no")):
+            if isinstance(message, Prefill | Decode):
+                key, worker = message.key, told
+                asked.append(told)
+    assert asked == ["p0", "d0", "d0", "d0", "d0"]
     assert failure(bench).error == "RequestFailed" and "5 attempts" in failure(bench).reason
     bench.check_settled()
 
@@ -402,7 +415,8 @@ def test_a_request_that_only_stood_in_line_is_not_blamed() -> None:
     _, prefill, _ = bench.dispatched()
     for _ in range(3):
         told = bench.join(prefill, incarnation=bench.incarnations[prefill] + 1)
-        ((prefill, _),) = [(w, m) for w, m in told if isinstance(m, Prefill)]
+        ((prefill, _),) = [(w, m) for w, m in told if isinstance(m, Prefill | Decode)]
+    assert prefill == "d0", "no prefill worker is left that has not been lost under it"
     assert not [m for m in bench.fronts if isinstance(m, RequestEnded)]
 
 

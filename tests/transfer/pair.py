@@ -177,8 +177,8 @@ class Pair:
         self.carry(self.sender.prompt_computed(handover_of(which, self.blocks[which]), self.now))
         self.turn()
 
-    def whole(self, which: Key, num_blocks: int) -> None:
-        self.open(which, num_blocks)
+    def whole(self, which: Key, num_blocks: int, target: PeerAddress = D) -> None:
+        self.open(which, num_blocks, target)
         self.finish(which)
 
     # ------------------------------------------------------------ time and network

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 import transfer.links
+import transfer.presence
 from common.counters import Counters
 from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender
 from common.request import Attempt, Incarnation, RequestId
@@ -43,6 +48,7 @@ class End:
         self.address = self.links.bind("127.0.0.1", None)
         self.heard: list[tuple[Message, str]] = []
         self.blocks: list[tuple[Block, bytes]] = []
+        self.gone: list[str] = []
 
     def start(self, coordinator: str) -> None:
         def hear(message: Message, sender: Sender) -> None:
@@ -51,7 +57,7 @@ class End:
         def take(header: Block, sender: Sender, frame: memoryview) -> None:
             self.blocks.append((header, bytes(frame)))
 
-        self.links.start(coordinator, hear, hear, take)
+        self.links.start(coordinator, hear, hear, take, self.gone.append)
 
 
 async def until(true: Callable[[], Any], limit_s: float = 5.0) -> None:
@@ -158,6 +164,82 @@ def test_another_life_of_a_peer_gets_a_connection_of_its_own() -> None:
             moved = PeerAddress(old.address.worker, Incarnation(2), new.address.control, new.address.data)
             p.links.to_receiver(moved, CANCEL)
             await until(lambda: new.heard)
+
+    run(story())
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_BR_043_a_peer_that_is_gone_leaves_no_socket_behind() -> None:
+    """It is noticed without a word to it, and what is said to it afterwards costs sockets for a moment only."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            p.links.to_receiver(d.address, CANCEL)  # what is loaded on first use is loaded
+            await until(lambda: d.heard)
+            before = open_files()
+            async with coordinator_and("decode-1") as (_, _, (other,)):
+                p.links.to_receiver(other.address, CANCEL)
+                await until(lambda: other.heard)
+            await until(lambda: p.gone == ["decode-1"])
+            await until(lambda: open_files() <= before)
+            p.links.to_receiver(other.address, CANCEL)
+            await until(lambda: p.gone == ["decode-1", "decode-1"])
+            await until(lambda: open_files() <= before)
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: len(d.heard) == 2)
+            assert list(p.links._ways) == ["decode-0"]
+
+    run(story())
+
+
+def test_BR_029_who_listens_nowhere_is_gone_within_a_second() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            await d.links.close()
+            began = time.monotonic()
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: p.gone)
+            assert time.monotonic() - began < 2.0  # 0.6 to 0.9 s on a machine of our own
+
+    run(story())
+
+
+def test_BR_032_who_takes_the_connection_and_says_nothing_is_gone_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that was stopped, or died behind a gateway: the kernel still takes connections for it."""
+    monkeypatch.setattr(transfer.presence, "GONE_AFTER_S", 0.3)
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            with socket.create_server(("127.0.0.1", 0)) as deaf:
+                where = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+                p.links.to_receiver(replace(d.address, control=where), CANCEL)
+                await until(lambda: p.gone)
+
+    run(story())
+
+
+def test_links_that_lead_nowhere_hold_up_no_end() -> None:
+    """The coordinator is gone, and one of two peers: nothing unsent is waited for."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (router, _, (p, d)):
+            p.links.to_receiver(d.address, CANCEL)
+            p.links.to_coordinator(CANCEL)
+            await until(lambda: d.heard)
+            await router.recv_multipart()
+            router.close(linger=0)
+            await d.links.close()
+            await asyncio.sleep(0.2)
+            p.links.to_coordinator(CANCEL)
+            p.links.to_receiver(d.address, CANCEL)
+            began = time.monotonic()
+            await p.links.close()
+            assert time.monotonic() - began < 0.5
 
     run(story())
 

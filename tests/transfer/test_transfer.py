@@ -459,3 +459,27 @@ def test_whatever_the_network_does(
         assert all(times == 1 for times in end.times_done.values())
     assert all(which in pair.receiving.done or which in pair.ends[D1.worker].done for which in sent)
     pair.check_settled()
+
+
+@pytest.mark.parametrize("station", ["offered", "sending", "handed over"])
+def test_BR_032_what_was_under_way_to_a_peer_that_is_gone_fails_at_once(station: str) -> None:
+    """And only that: a transfer to another peer goes on. Nothing waits for the limit of 30 s."""
+    pair = Pair()
+    pair.drop = lambda message: station == "offered" or isinstance(message, Handover)
+    pair.open(key("a"), 3)
+    pair.run(0.1)
+    if station != "offered":
+        pair.compute(key("a"), 2)
+        pair.run(0.1)
+    if station == "handed over":
+        pair.finish(key("a"))
+        pair.run(0.1)
+    pair.drop = lambda message: False
+    pair.whole(key("b"), 2, D1)
+    effects, events = pair.sender.peer_gone(D.worker, pair.now)
+    assert events == [SendFailed(key("a"), "decode-0 cannot be reached")]
+    assert pair.sender.peer_gone(D.worker, pair.now) == ([], [])
+    pair.carry(effects)
+    pair.run(5.0)
+    pair.check_delivered(key("b"), D1)
+    pair.check_settled()

@@ -1,0 +1,61 @@
+"""Whether anybody is at the other end of a connection that we made, by what libzmq says of it.
+
+ZeroMQ hides a broken connection: it connects again, for ever, and what was said meanwhile waits. For a peer whose
+process is gone, and whose next life has another address, that is a socket kept for nothing, and a wait without a limit.
+
+    away ── hands were shaken ──▶ there ── the connection broke ──▶ away
+    away for GONE_AFTER_S, or turned away REFUSALS times (nobody listens there) ──▶ gone: said once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+GONE_AFTER_S = 3.0
+REFUSALS = 5  # libzmq tries again after 0.1 to 0.2 s
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+
+class Presence:
+    """Of one connecting socket, from before it connects until `end`. Use inside a running event loop."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, gone: Callable[[], None]) -> None:
+        self.there = False
+        self._socket = socket
+        self._gone = gone
+        self._refusals = 0
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(_EVENTS)
+        self._limit = self._new_limit()
+        self._reader = asyncio.create_task(self._read())
+
+    def end(self) -> None:
+        """Before the socket is closed. Idempotent."""
+        self._limit.cancel()
+        self._reader.cancel()
+        if not self._monitor.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+
+    async def _read(self) -> None:
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.there, self._refusals = True, 0
+                self._limit.cancel()
+            elif event == zmq.EVENT_DISCONNECTED:
+                if self.there:
+                    self.there = False
+                    self._limit = self._new_limit()
+            elif not self.there:
+                self._refusals += 1
+                if self._refusals == REFUSALS:
+                    self._limit.cancel()
+                    self._gone()
+
+    def _new_limit(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(GONE_AFTER_S, self._gone)
