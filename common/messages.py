@@ -11,17 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from common.bounds import FEW, SHORT, Amount, Count, Endpoint, Positive, Seconds, TokenId, Why, Word
 from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
 ChannelName = Literal["tcp", "shm"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-# What arrives is used as an index, a time or a size without another look: out of range is refused at the door.
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Positive = Annotated[int, Field(gt=0, lt=1 << 62)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Amount = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +28,7 @@ class Message:
 class AboutRequest(Message):
     """Anything about one try at one request."""
 
-    id: RequestId
+    id: Annotated[RequestId, SHORT]
     attempt: Attempt
 
     @property
@@ -54,11 +49,11 @@ class PeerAddress:
     """Where a decode worker takes transfers: its control ROUTER, its data socket, and the channels that blocks may
     take, each with where a sender finds its end ("" where the data socket is all it needs)."""
 
-    worker: WorkerId
+    worker: Annotated[WorkerId, SHORT]
     incarnation: Incarnation
-    control: str
-    data: str
-    channels: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
+    control: Endpoint
+    data: Endpoint
+    channels: Annotated[dict[Word, Word], FEW] = field(default_factory=lambda: {"tcp": ""})
 
 
 # ---------------------------------------------------------------- worker ↔ coordinator
@@ -67,34 +62,34 @@ class PeerAddress:
 @dataclass(frozen=True, slots=True)
 class Register(Message):
     role: Role
-    fingerprint: dict[str, str | int | float | bool | None]
+    fingerprint: Annotated[dict[Word, Word | int | Amount | bool | None], FEW]
     address: PeerAddress
-    channels: tuple[str, ...]
+    channels: Annotated[tuple[Word, ...], FEW]
     blocks_total: Positive
     block_size: Positive
     block_bytes: Positive
     max_model_len: Positive
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
-    device: str
+    device: Word
     threads: Count
     pid: Count
-    host: str
-    versions: dict[str, str]
+    host: Word
+    versions: Annotated[dict[Word, Word], FEW]
 
 
 @dataclass(frozen=True, slots=True)
 class Registered(Message):
-    max_model_len: int
-    heartbeat_interval_s: Seconds
-    fronts: dict[str, str]  # front id → endpoint of its token PULL
+    max_model_len: Positive
+    heartbeat_interval_s: Annotated[float, Field(ge=0.01, le=60)]
+    fronts: Annotated[dict[Word, Endpoint], FEW]  # front id → endpoint of its token PULL
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRefused(Message):
-    field: str
-    ours: str
-    theirs: str
+    field: Why
+    ours: Why
+    theirs: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +153,7 @@ class Stop(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Abort(AboutRequest):
-    reason: str
+    reason: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +161,7 @@ class Started(AboutRequest):
     """The worker has begun: "prefilling" from whoever computes the first chunk, "decode_ready" from a decode
     worker that holds the verified KV and owns the request from now on."""
 
-    phase: str
+    phase: Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +171,9 @@ class Ended(AboutRequest):
     no more use if no other worker has them; of answers that came to their end, none."""
 
     outcome: Literal["finished", "aborted", "failed", "handed_over", "unknown"]
-    reason: str = ""
-    phase: str = ""
-    durations_s: dict[str, Seconds] = field(default_factory=dict)
+    reason: Why = ""
+    phase: Word = ""
+    durations_s: Annotated[dict[Word, Seconds], FEW] = field(default_factory=dict)
     cached_tokens: Count = 0
     blocks: Count = 0
     transferred_bytes: Count = 0
@@ -212,7 +207,7 @@ class Later(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Refused(AboutRequest):
-    reason: str
+    reason: Why
 
 
 # ---------------------------------------------------------------- worker ↔ worker
@@ -261,7 +256,7 @@ class Credit(AboutRequest):
 @dataclass(frozen=True, slots=True)
 class Nack(AboutRequest):
     indices: tuple[Count, ...]
-    reason: str
+    reason: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +276,12 @@ class Delivered(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Revoke(AboutRequest):
-    reason: str
+    reason: Why
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel(AboutRequest):
-    reason: str
+    reason: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +309,7 @@ class Mapped(Message):
 
 @dataclass(frozen=True, slots=True)
 class NotMapped(Message):
-    reason: str
+    reason: Why
 
 
 # ---------------------------------------------------------------- worker → front
@@ -330,7 +325,7 @@ class TokenRow:
     id: RequestId
     attempt: Attempt
     first: Count
-    ids: tuple[int, ...]
+    ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
     cached_tokens: Count | None = None
@@ -376,7 +371,7 @@ class Admitted(Message):
 class Rejected(Message):
     id: RequestId
     error: str  # class name in common.errors
-    reason: str
+    reason: Why
     retry_after_s: Seconds = 0.0
     code: str = ""  # where the error's own does not say enough
 
@@ -395,7 +390,7 @@ class CancelRequest(Message):
     """The client left, or the front gives up: `reason` is counted."""
 
     id: RequestId
-    reason: str
+    reason: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,4 +414,4 @@ class RequestEnded(Message):
 
     id: RequestId
     error: str
-    reason: str
+    reason: Why

@@ -15,6 +15,7 @@ from common.request import FrontId
 
 PROMPT_BYTES = 1 << 17
 """Of prompt rows in one message: far below the limit, so that reading one does not keep a front from the others."""
+MAX_FRONTS = 64
 _ROW_BYTES = 600  # id, attempt, names of fields
 _TOKEN_BYTES = 40
 _TOP_BYTES = 16
@@ -47,8 +48,10 @@ class Outbox:
         return effects
 
     def _message(self, front: FrontId, rows: tuple[TokenRow, ...], prompts: tuple[PromptRow, ...]) -> Effect:
-        seq = self.last_seq.get(front, 0) + 1
+        seq = self.last_seq.pop(front, 0) + 1
         self.last_seq[front] = seq
+        if len(self.last_seq) > MAX_FRONTS:  # the one that has long had nothing begins again
+            del self.last_seq[next(iter(self.last_seq))]
         return ToFront(front, Tokens(seq, rows, prompts))
 
 

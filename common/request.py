@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NewType
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
+
+from common.bounds import SHORT, Amount, Count, TokenId, Word
 
 RequestId = NewType("RequestId", str)
 Attempt = NewType("Attempt", int)
@@ -73,21 +75,21 @@ class SamplingParams:
     the same for every prompt token but the first. `child` numbers the choices of one prompt (`n`).
     """
 
-    max_tokens: int
+    max_tokens: Count
     seed: int = 0
-    child: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    end_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    child: Count = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Amount = 1.0
+    top_k: TokenId = 0
+    min_p: Amount = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    presence_penalty: Amount = 0.0
+    frequency_penalty: Amount = 0.0
+    logit_bias: tuple[tuple[TokenId, Amount], ...] = ()
+    min_tokens: Count = 0
+    end_token_ids: tuple[TokenId, ...] = ()
+    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
     grammar: Grammar | None = None
 
 
@@ -99,15 +101,15 @@ class Request:
     others share this one's; empty where nobody shares.
     """
 
-    request_id: RequestId
+    request_id: Annotated[RequestId, SHORT]
     prompt_ids: PackedIds
     sampling: SamplingParams
-    front: FrontId
+    front: Annotated[FrontId, SHORT]
     priority: int = 0
-    tier: str = "default"
-    tenant: str = ""
-    cache_salt: str = ""
-    leader: str = ""
+    tier: Word = "default"
+    tenant: Word = ""
+    cache_salt: Word = ""
+    leader: Word = ""
 
     @property
     def prompt_tokens(self) -> int:

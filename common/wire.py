@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common import messages
 from common.errors import ProtocolViolation
-from common.messages import AboutRequest, Message, Sender
+from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender
 from common.prefix import HASH_BYTES
 from common.request import Incarnation
 
@@ -95,9 +95,12 @@ def _message(body: dict[Any, Any]) -> Message:
     if not isinstance(name, str) or name not in TYPES:
         raise ProtocolViolation(f"unknown message type {str(name)[:50]!r}")
     try:
-        return _adapter(name).validate_python(body)
+        message = _adapter(name).validate_python(body)
     except (ValidationError, RecursionError) as error:
         raise ProtocolViolation(f"invalid {name}: {_first_fault(error)}") from error
+    if isinstance(message, (Prefill, Decode, Offer)) and message.request.request_id != message.id:
+        raise ProtocolViolation(f"invalid {name}: it is not about the request inside it")
+    return message
 
 
 def _first_fault(error: Exception) -> str:
