@@ -28,15 +28,21 @@ from common.errors import (
 )
 from common.fingerprint import digest
 from common.messages import (
+    Accepted,
     CancelRequest,
+    Ended,
+    Heartbeat,
     HeartbeatAck,
+    Later,
     Message,
+    Refused,
     Register,
     Registered,
     RegistrationRefused,
     Rejected,
     RequestEnded,
     Sender,
+    Started,
     StopRequest,
     Submit,
     Tokens,
@@ -52,12 +58,13 @@ from coordinator.process_watch import ProcessWatch
 from coordinator.registry import Worker
 from coordinator.streams import MailboxStream
 from coordinator.worker_metrics import WorkerSnapshot
-from transfer.inbox import Inbox, make_socket, send
+from transfer.inbox import Inbox, Turns, identity, make_socket, only, send
 
 log = logging.getLogger(__name__)
 
 FRONT = FrontId("front-0")
 SHUTTING_DOWN = "shutting_down"
+FROM_WORKERS = (Register, Heartbeat, Started, Ended, Accepted, Later, Refused)
 _ANSWERS = (Registered, RegistrationRefused, HeartbeatAck)
 
 
@@ -88,7 +95,6 @@ class ControlPlane:
         self._control.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._tokens = make_socket(self._context, zmq.PULL, MAX_MESSAGE_BYTES)
         self._inbox = Inbox(cluster.counters)
-        self._routes: dict[str, tuple[int, bytes]] = {}
         self._processes = ProcessWatch(self._process_ended)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
@@ -263,15 +269,15 @@ class ControlPlane:
     # ------------------------------------------------------------ sockets
 
     async def _read_control(self) -> None:
+        turns = Turns()
         while True:
             route, *frames = await self._control.recv_multipart()
-            read = self._inbox.read(frames[-1] if frames else b"", route)
-            if read is None:
-                continue
-            self._inbox.guard(self._take_control, read[1], read[0], route)
+            read = self._inbox.read(only(frames), route, FROM_WORKERS)
+            if read is not None:
+                self._inbox.guard(self._take_control, read[1], read[0], route)
+            await turns.after_message()
 
     def _take_control(self, message: Message, sender: Sender, route: bytes) -> None:
-        self._learn_route(sender, route)
         self._carry_out(self._cluster.from_worker(message, sender, time.monotonic()), answer_to=route)
         if isinstance(message, Register) and self._knows(sender):
             self._processes.watch(message, sender)
@@ -279,23 +285,22 @@ class ControlPlane:
     def _knows(self, sender: Sender) -> bool:
         return self._cluster.registry.get(WorkerId(sender.name), sender.incarnation) is not None
 
-    def _learn_route(self, sender: Sender, route: bytes) -> None:
-        """The newest life of a worker is the one that commands go to."""
-        known = self._routes.get(sender.name)
-        if known is None or known[0] <= sender.incarnation:
-            self._routes[sender.name] = (sender.incarnation, route)
-
     def _process_ended(self, worker: WorkerId, incarnation: Incarnation) -> None:
         now = time.monotonic()
         self._carry_out(self._cluster.worker_died(worker, incarnation, now))
 
     async def _read_tokens(self) -> None:
+        turns = Turns()
         while True:
-            read = self._inbox.read((await self._tokens.recv_multipart())[-1])
-            if read is not None and isinstance(read[1], Tokens):
+            read = self._inbox.read(only(await self._tokens.recv_multipart()), kinds=(Tokens,))
+            if read is not None:
                 self._inbox.guard(self._take_tokens, read[1], read[0])
+            await turns.after_message()
 
     def _take_tokens(self, tokens: Tokens, sender: Sender) -> None:
+        if not self._knows(sender):
+            self._cluster.counters.add("late_messages_total", kind="Tokens")
+            return
         now = time.monotonic()
         deltas, heard = self._front.accept(tokens, sender.name, sender.incarnation, now)
         for delta in deltas:
@@ -326,11 +331,13 @@ class ControlPlane:
         self._set_timer()
 
     def _to_worker(self, effect: ToWorker, answer_to: bytes | None) -> None:
-        """Answers go back the way the message came: an older life of a worker may be asking, and not the newest."""
+        """Answers go back the way the message came: an older life of a worker may be asking. Commands go to the life
+        that is registered, under the name that its socket has for it, whoever else speaks as that worker."""
         message = effect.message
         route = answer_to if isinstance(message, _ANSWERS) else None
-        if route is None and effect.worker in self._routes:
-            route = self._routes[effect.worker][1]
+        worker = self._cluster.registry.get(effect.worker)
+        if route is None and worker is not None:
+            route = identity(Sender(worker.id, worker.incarnation))
         if route is not None:
             send(self._control, [route], message, self._me, self._cluster.counters)
 

@@ -17,6 +17,9 @@ READ_FIRST_S = 0.05
 """What a process said last lies in our sockets when its end is known, and is read first: a worker that leaves after a
 drain has said of each request where it went."""
 
+MAX_WATCHED = 512
+"""A descriptor each. For more than these, heartbeats have to do."""
+
 Life = tuple[WorkerId, Incarnation]
 
 
@@ -32,9 +35,13 @@ class ProcessWatch:
         life = (WorkerId(sender.name), sender.incarnation)
         if life in self._watched or card.host != socket.gethostname():
             return
+        for earlier in [other for other in self._watched if other[0] == life[0]]:
+            self._unwatch(earlier)  # whoever it is: that life is over for us
+        if len(self._watched) >= MAX_WATCHED:
+            return
         try:
             process = os.pidfd_open(card.pid)
-        except (AttributeError, OSError):
+        except (AttributeError, OSError, OverflowError):
             return
         self._watched[life] = process
         asyncio.get_running_loop().add_reader(process, self._ended, life)

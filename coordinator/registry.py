@@ -8,6 +8,7 @@ sends ids that they must have). Liveness is the heartbeat, never a lack of outpu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,10 @@ from common.messages import Heartbeat, Load, Register, Registered, RegistrationR
 from common.request import Incarnation, WorkerId
 from common.wire import longest_model_len
 
+MAX_COUNTERS = 512
+_COUNTER = re.compile(
+    r'[a-z][a-z0-9_]{0,80}(\{[a-z_]{1,40}="[^"{}\\\n,=]{0,80}"(,[a-z_]{1,40}="[^"{}\\\n,=]{0,80}")*\})?'
+)
 _NO_LOAD = Load(0, 0, 0, 0, 0, 0, 0.0)
 
 
@@ -77,6 +82,16 @@ def _add(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> tuple[floa
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
+def _sound(risen: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
+    """Those that are counters by their names and signs, as long as there are not more names than any worker of ours
+    has: they are kept, and shown to whoever collects metrics."""
+    sound = {n: v for n, v in risen.items() if n in known or (v >= 0 and _COUNTER.fullmatch(n))}
+    new = [n for n in sound if n not in known]
+    for name in new[max(0, MAX_COUNTERS - len(known)) :]:
+        del sound[name]
+    return sound
+
+
 def _samples(row: tuple[float, ...]) -> float:
     return row[1]
 
@@ -113,10 +128,10 @@ class Registry:
     # ------------------------------------------------------------ what workers say
 
     def register(self, card: Register, sender: Sender, now: float) -> Registered | RegistrationRefused:
-        refusal = self._refusal(card)
+        worker_id = WorkerId(sender.name)
+        refusal = self._refusal(card, worker_id)
         if refusal is not None:
             return refusal
-        worker_id = WorkerId(sender.name)
         before = self._workers.get(worker_id)
         worker = Worker(worker_id, sender.incarnation, card, heard_at=now)
         if before is not None and before.incarnation == sender.incarnation:
@@ -131,8 +146,10 @@ class Registry:
         assert limit is not None
         return Registered(limit, self.heartbeat_interval_s, dict(self._fronts))
 
-    def _refusal(self, card: Register) -> RegistrationRefused | None:
+    def _refusal(self, card: Register, worker_id: WorkerId) -> RegistrationRefused | None:
         theirs = card.fingerprint
+        if worker_id not in self._workers and len(self.live()) >= self._max_workers:
+            return RegistrationRefused("number of workers", str(self._max_workers), "one more")
         for live in self.live():
             difference = first_difference(live.card.fingerprint, theirs)
             if difference is not None:
@@ -160,7 +177,7 @@ class Registry:
         worker.draining = message.draining or worker.drain_until is not None
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
         risen = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
-        worker.counters = {**worker.counters, **risen}
+        worker.counters = {**worker.counters, **_sound(risen, worker.counters)}
         grown = {
             name: max(row, worker.histograms.get(name, row), key=_samples)
             for name, row in message.histograms.items()

@@ -85,7 +85,11 @@ class GrammarGate:
                     return True, []
                 held.command = replace(held.command, target=message.target)
                 return False, []
-            case Stop() | Abort() | Cancel():
+            case Cancel():
+                held = self._held.get(message.key)
+                if held is not None and held.sender == sender:
+                    del self._held[message.key]
+            case Stop() | Abort():
                 self._held.pop(message.key, None)
         return True, []
 
@@ -94,10 +98,12 @@ class GrammarGate:
             self._faults.move_to_end(grammar)
             return _failed(command, sender, self._faults[grammar])
         held = self._held.get(command.key)
+        if held is not None and held.sender != sender:
+            return [_answer(command, sender, Refused(*command.key, "taken already"))]
         if held is not None:
-            held.command, held.sender = command, sender
+            held.command = command
             return []
-        if len(self._held) >= self._max_held:
+        if max(len(self._held), len(self._compiling)) >= self._max_held:
             return [_answer(command, sender, Later(*command.key, _FULL_RETRY_S))]
         self._held[command.key] = _Held(command, sender, grammar, now + self._timeout_s)
         if grammar not in self._compiling:

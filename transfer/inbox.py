@@ -22,7 +22,9 @@ from common.wire import decode, encode
 log = logging.getLogger(__name__)
 
 LINGER_MS = 1000
-HIGH_WATER_MESSAGES = 100_000
+UNSENT_MESSAGES = 100_000  # more are dropped, and said again by the protocol
+UNREAD_MESSAGES = 1_000  # more wait at their sender: what we are slow to read is bounded here, and not lost
+TURN_S = 0.002
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
@@ -32,8 +34,8 @@ def make_socket(context: zmq.asyncio.Context, kind: int, max_bytes: int) -> zmq.
     """A socket that neither keeps a process from leaving nor takes a message longer than `max_bytes`."""
     socket: zmq.asyncio.Socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.SNDHWM, UNSENT_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.IPV6, 1)
     return socket
@@ -62,6 +64,27 @@ def send(
         counters.add("unsent_messages_total", kind=type(message).__name__)
 
 
+class Turns:
+    """Lets everybody else on the loop have a turn when reading one socket has kept it for TURN_S.
+
+    A socket that has the next message at hand gives it without suspending its reader. So one peer that says a lot, or
+    a saturated link, would keep timers, heartbeats and the other sockets waiting for as long as it pleases.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    async def after_message(self) -> None:
+        if time.monotonic() - self._since >= TURN_S:
+            await asyncio.sleep(0)
+            self._since = time.monotonic()
+
+
+def only(frames: Sequence[bytes]) -> bytes:
+    """The one frame of a message that has one; of any other nothing, which is not a message."""
+    return frames[0] if len(frames) == 1 else b""
+
+
 class Inbox:
     """Who sends MAX_VIOLATIONS pieces of garbage, nothing valid between them, is not listened to for SHUT_OUT_S.
 
@@ -75,13 +98,20 @@ class Inbox:
         self._violations: dict[bytes, int] = {}
         self._shut_out_until: dict[bytes, float] = {}
 
-    def read(self, data: bytes | memoryview, route: bytes = b"") -> tuple[Sender, Message] | None:
+    def read(
+        self,
+        data: bytes | memoryview,
+        route: bytes = b"",
+        kinds: tuple[type[Message], ...] = (Message,),
+    ) -> tuple[Sender, Message] | None:
         """The checked message, or None. `route` is the identity it came from, where the socket knows one: it must
-        be the sender's own."""
+        be the sender's own. `kinds` are those that this socket is for."""
         if self._is_shut_out(route):
             return None
         try:
             sender, message = decode(data)
+            if not isinstance(message, kinds):
+                raise ProtocolViolation(f"a {type(message).__name__}, which is not said here")
             if route and route != identity(sender):
                 raise ProtocolViolation(f"{sender.name} speaks from another's address")
         except ProtocolViolation as error:

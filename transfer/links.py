@@ -6,7 +6,10 @@
     data     PULL   ◀── binds       other workers' PUSHes     block frames in
     ways     DEALER + PUSH, one pair per decode worker that this one sends to, and its channel (`way.py`)
 
-Identities carry the incarnation, so a restarted worker is a new peer and never a silent twin of its old pipe.
+Identities carry the incarnation, so a restarted worker is a new peer and never a silent twin of its old pipe. Each
+socket takes what is said on it and nothing else: a command comes from the coordinator's socket or from nobody, an
+answer only from the life of the worker that its way leads to, and what a prefill worker began nobody else of its name,
+or another life of it, can go on with or end (it is known by its identity: `peer_of`).
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
 Every message is bounded in size by the socket and checked (`inbox.py`). A data message is two frames: the block's
 bytes, empty where its channel brings them in another way (`channel.py`), then its header.
@@ -25,11 +28,37 @@ import zmq.asyncio
 
 from common.counters import Counters
 from common.errors import CannotBind, ProtocolViolation
-from common.messages import Block, Message, Offer, PeerAddress, Refused, Sender
+from common.messages import (
+    Abort,
+    Accept,
+    Block,
+    Cancel,
+    Cancelled,
+    Credit,
+    Decode,
+    Delivered,
+    Drain,
+    Handover,
+    HeartbeatAck,
+    Later,
+    Message,
+    Nack,
+    Offer,
+    PeerAddress,
+    Prefill,
+    Rebind,
+    Refused,
+    Registered,
+    RegistrationRefused,
+    Revoke,
+    Sender,
+    SetRole,
+    Stop,
+)
 from common.request import Key, WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
-from transfer.inbox import LINGER_MS, Inbox, identity, make_socket, send
+from transfer.inbox import LINGER_MS, Inbox, Turns, identity, make_socket, only, send
 from transfer.presence import Presence
 from transfer.way import Way
 
@@ -37,10 +66,20 @@ log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 4096
 UNANSWERED_S = 3.0
+MAX_WAYS = 256  # two sockets each; more are not kept, and made again when they are needed
 
-_MAX_SENDERS = 4096
+FROM_COORDINATOR = (
+    Registered, RegistrationRefused, HeartbeatAck, Prefill, Decode, Rebind, Stop, Abort, Drain, SetRole,
+)  # fmt: skip
+FROM_SENDERS = (Offer, Handover, Cancel)
+FROM_RECEIVERS = (Accept, Later, Refused, Credit, Nack, Delivered, Revoke, Cancel, Cancelled)
 
 MessageIn = Callable[[Message, Sender], None]
+
+
+def peer_of(sender: Sender) -> WorkerId:
+    """A prefill worker as who receives from it knows it: this life of it and no other."""
+    return WorkerId(identity(sender).decode())
 
 
 class Links:
@@ -67,10 +106,10 @@ class Links:
         self._control: zmq.asyncio.Socket | None = None
         self._peers = self._socket(zmq.ROUTER, MAX_MESSAGE_BYTES)
         self._peers.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._peers.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to who has left is counted as unsent
         self._data = self._socket(zmq.PULL, block_bytes + _HEADER_BYTES)
         self._fronts: dict[str, tuple[str, zmq.asyncio.Socket]] = {}
         self._ways: dict[WorkerId, Way] = {}
-        self._senders: dict[WorkerId, bytes] = {}  # prefill worker → its newest identity at our ROUTER
         self._inbox = Inbox(counters)
         self._tasks: list[asyncio.Task[None]] = []
         self._on_peer: MessageIn | None = None
@@ -131,7 +170,8 @@ class Links:
         self._control = self._dealer()
         self._coordinators = Presence(self._control, lambda: None)
         self._control.connect(self._coordinator)
-        self._control_reader = asyncio.create_task(self._read_messages(self._control, self._on_control))
+        reading = self._read_messages(self._control, FROM_COORDINATOR, self._on_control)
+        self._control_reader = asyncio.create_task(reading)
 
     def reconnect_control(self) -> None:
         """A new connection to the coordinator. The old one may look whole and lead nowhere: a ROUTER lets whoever
@@ -152,8 +192,11 @@ class Links:
                 del self._fronts[name]
         for name, endpoint in fronts.items():
             if name not in self._fronts:
-                socket = self._socket(zmq.PUSH, MAX_MESSAGE_BYTES)
-                socket.connect(endpoint)
+                try:
+                    socket = self._connected(zmq.PUSH, MAX_MESSAGE_BYTES, endpoint)
+                except zmq.ZMQError as error:
+                    log.warning("front %s cannot be reached at %s: %s", name, endpoint, error)
+                    continue
                 self._fronts[name] = (endpoint, socket)
 
     async def close(self) -> None:
@@ -189,16 +232,24 @@ class Links:
         self._send(link[1], message)
 
     def to_receiver(self, target: PeerAddress, message: Message) -> None:
-        way = self._way_to(target, again=isinstance(message, Offer))
+        try:
+            way = self._way_to(target, again=isinstance(message, Offer))
+        except zmq.ZMQError as error:
+            self._unreachable(target, message, error)
+            return
         way.unanswered_since = way.unanswered_since or time.monotonic()
         way.say(message)
 
-    def to_sender(self, worker: WorkerId, message: Message) -> None:
-        route = self._senders.get(worker)
-        if route is None:
-            self._counters.add("unsent_messages_total", kind=type(message).__name__)
-            return
-        self._send(self._peers, message, route)
+    def _unreachable(self, target: PeerAddress, message: Message, error: zmq.ZMQError) -> None:
+        """Its address is none, or we are out of sockets: the request is to go on elsewhere at once."""
+        self._counters.add("unsent_messages_total", kind=type(message).__name__)
+        log.warning("%s cannot be reached at %s: %s", target.worker, target.control, error)
+        if isinstance(message, Offer):
+            self._refuse(target)(message, f"it cannot be reached: {error}")
+
+    def to_sender(self, peer: WorkerId, message: Message) -> None:
+        """`peer`: as `peer_of` names it."""
+        self._send(self._peers, message, peer.encode())
 
     def send_block(self, target: PeerAddress, key: Key, index: int, block: int) -> None:
         """Ships pool block `block`, whose content is that of `key` now; it may be another's a moment later."""
@@ -216,18 +267,34 @@ class Links:
             since = way.unanswered_since
             silent = since is not None and time.monotonic() - since >= UNANSWERED_S
             if way.address == target and not silent and not (way.shut and again):
+                self._ways[target.worker] = self._ways.pop(target.worker)  # in order of use
                 return way
             way.close(keep_channel=way.address == target)
-        control = self._dealer()
-        presence = Presence(control, lambda: self._peer_gone(target))
-        control.connect(target.control)
-        data = self._socket(zmq.PUSH, _HEADER_BYTES)
-        data.connect(target.data)
-        reader = asyncio.create_task(self._read_messages(control, self._answered(target.worker)))
-        way = Way(self.me, self._counters, target, control, data, presence, reader, self._refuse(target))
-        self._ways[target.worker] = way
+            del self._ways[target.worker]
+        if len(self._ways) >= MAX_WAYS:
+            self._ways.pop(next(iter(self._ways))).close()
+        way = self._ways[target.worker] = self._make_way(target)
         way.choose(self._sending)
         return way
+
+    def _make_way(self, target: PeerAddress) -> Way:
+        """Raises ZMQError, and leaves nothing behind, where the address is none or there are no sockets left."""
+        data = self._connected(zmq.PUSH, _HEADER_BYTES, target.data)
+        try:
+            control = self._dealer()
+        except zmq.ZMQError:
+            data.close(linger=0)
+            raise
+        presence = Presence(control, lambda: self._peer_gone(target))
+        try:
+            control.connect(target.control)
+        except zmq.ZMQError:
+            presence.end()
+            control.close(linger=0)
+            data.close(linger=0)
+            raise
+        reader = asyncio.create_task(self._read_messages(control, FROM_RECEIVERS, self._answered(target)))
+        return Way(self.me, self._counters, target, control, data, presence, reader, self._refuse(target))
 
     def _peer_gone(self, target: PeerAddress) -> None:
         """Its sockets, and by its channel what it had mapped, are released now and not when it is spoken to again."""
@@ -246,9 +313,12 @@ class Links:
 
         return refuse
 
-    def _answered(self, worker: WorkerId) -> MessageIn:
+    def _answered(self, target: PeerAddress) -> MessageIn:
         def deliver(message: Message, sender: Sender) -> None:
-            way = self._ways.get(worker)
+            if (sender.name, sender.incarnation) != (target.worker, target.incarnation):
+                self._inbox.violated(ProtocolViolation(f"{target.worker} speaks as {sender.name}"))
+                return
+            way = self._ways.get(target.worker)
             if way is not None:
                 way.unanswered_since = None
             assert self._on_peer is not None
@@ -261,46 +331,62 @@ class Links:
         socket.setsockopt(zmq.IDENTITY, identity(self.me))
         return socket
 
+    def _connected(self, kind: int, max_bytes: int, endpoint: str) -> zmq.asyncio.Socket:
+        """Raises ZMQError, and leaves nothing behind."""
+        socket = self._socket(kind, max_bytes)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
+
     # ------------------------------------------------------------ receiving
 
-    async def _read_messages(self, socket: zmq.asyncio.Socket, deliver: MessageIn) -> None:
+    async def _read_messages(
+        self, socket: zmq.asyncio.Socket, kinds: tuple[type[Message], ...], deliver: MessageIn
+    ) -> None:
+        turns = Turns()
         while True:
-            frames = await socket.recv_multipart()
-            read = self._inbox.read(frames[-1])
+            read = self._inbox.read(only(await socket.recv_multipart()), kinds=kinds)
             if read is not None:
                 self._inbox.guard(deliver, read[1], read[0])
+            await turns.after_message()
 
     async def _read_peers(self, deliver: MessageIn) -> None:
+        """Those who send: where blocks do not come in, nobody has anything to say."""
+        kinds = FROM_SENDERS if self._receiving else ()
+        turns = Turns()
         while True:
             route, *frames = await self._peers.recv_multipart()
-            read = self._inbox.read(frames[-1] if frames else b"", route)
+            read = self._inbox.read(only(frames), route, kinds)
             if read is not None:
-                sender, message = read
-                self._senders[WorkerId(sender.name)] = route
-                if len(self._senders) > _MAX_SENDERS:
-                    del self._senders[next(iter(self._senders))]
-                self._inbox.guard(deliver, message, sender)
+                self._inbox.guard(deliver, read[1], read[0])
+            await turns.after_message()
 
     async def _read_blocks(self, deliver: BlockIn) -> None:
+        turns = Turns()
         while True:
             frames = await self._data.recv_multipart(copy=False)
-            if len(frames) != 2:
-                self._inbox.violated(
-                    ProtocolViolation(f"{len(frames)} frames where a block and its header belong")
-                )
-                continue
-            read = self._inbox.read(frames[1].buffer)
-            if read is None:
-                continue
-            sender, header = read
-            if not isinstance(header, Block):
-                self._inbox.violated(ProtocolViolation(f"a {type(header).__name__} on the data socket"))
-            elif (end := self._receiving.get(header.channel)) is None:
-                self._inbox.violated(
-                    ProtocolViolation(f"a block over {header.channel}, which was not offered")
-                )
-            else:
-                self._inbox.guard(end.take, header, sender, memoryview(frames[0].buffer), deliver)
+            self._read_block(frames, deliver)
+            await turns.after_message()
+
+    def _read_block(self, frames: list[zmq.Frame], deliver: BlockIn) -> None:
+        if len(frames) != 2:
+            self._inbox.violated(
+                ProtocolViolation(f"{len(frames)} frames where a block and its header belong")
+            )
+            return
+        read = self._inbox.read(frames[1].buffer, kinds=(Block,))
+        if read is None:
+            return
+        sender, header = read
+        assert isinstance(header, Block)
+        end = self._receiving.get(header.channel)
+        if end is None:
+            self._inbox.violated(ProtocolViolation(f"a block over {header.channel}, which was not offered"))
+        else:
+            self._inbox.guard(end.take, header, sender, memoryview(frames[0].buffer), deliver)
 
     # ------------------------------------------------------------ inside
 

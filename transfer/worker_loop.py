@@ -37,7 +37,7 @@ from kernels.cache import PagedCache
 from transfer.channel import store
 from transfer.grammar_gate import GrammarGate
 from transfer.grammars_in_use import GrammarsInUse, Holds
-from transfer.links import Links
+from transfer.links import Links, peer_of
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +260,9 @@ class WorkerLoop:
         self._failure.set_exception(BadConfiguration(reason))
 
     def _from_peer(self, message: Message, sender: Sender) -> None:
-        self._take(message, WorkerId(sender.name))
+        """From a prefill worker, or the answer of the decode worker that was spoken to."""
+        answer = self._card.role == "prefill"
+        self._take(message, WorkerId(sender.name) if answer else peer_of(sender))
         self._turn()
 
     def _peer_gone(self, worker: WorkerId) -> None:
@@ -309,7 +311,7 @@ class WorkerLoop:
         self._turn()
 
     def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
-        worker, now = WorkerId(sender.name), time.monotonic()
+        worker, now = peer_of(sender), time.monotonic()
         try:
             place = self._node.place(header, worker)
             good = place is None or store(self._cache, place, source, header)

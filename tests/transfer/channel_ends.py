@@ -26,7 +26,7 @@ from common.request import Incarnation, Key, RequestId, WorkerId
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import P, Receiving, handover_of, key, offer_of
 from transfer.channel import SendingEnd, store
-from transfer.links import Links
+from transfer.links import Links, peer_of
 from transfer.receiver import TransferReceiver
 from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
 
@@ -149,6 +149,7 @@ class Taker(_End):
         self.address = self.links.bind("127.0.0.1", None)
         receiver = TransferReceiver(block_bytes=pool.block_bytes, timeout_s=timeout_s)
         self.receiving = Receiving(receiver, WorkerId(name), room=pool.num_blocks)
+        self._giver = P  # as links know it: whoever spoke last
         self.refused = 0
         self.late = 0
         self.on_filled: Callable[[int], None] = lambda block: None
@@ -156,6 +157,7 @@ class Taker(_End):
 
     def hear(self, message: Message, sender: Sender) -> None:
         assert isinstance(message, AboutRequest)
+        self._giver = peer_of(sender)
         self.carry(self.receiving.hear(message, time.monotonic()))
         self.turn()
 
@@ -183,7 +185,7 @@ class Taker(_End):
     def carry(self, effects: list[Effect]) -> None:
         for effect in effects:
             assert isinstance(effect, ToSender)
-            self.links.to_sender(effect.worker, effect.message)
+            self.links.to_sender(self._giver, effect.message)
 
     def content(self, which: Key) -> list[bytes]:
         """What it has of a delivered transfer, block by block."""

@@ -24,7 +24,7 @@ from common.request import Attempt, Incarnation, RequestId
 from common.wire import encode
 from tests.transfer.bare_pool import BarePool
 from transfer.inbox import identity
-from transfer.links import Links
+from transfer.links import Links, peer_of
 from transfer.tcp import TcpReceiving, TcpSending
 
 BLOCK_BYTES = 4096
@@ -112,7 +112,7 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
             ((header, frame),) = d.blocks
             assert frame == content and (header.index, header.size) == (3, BLOCK_BYTES)
             assert header.checksum == xxhash.xxh3_64_intdigest(content)
-            d.links.to_sender(p.address.worker, Delivered(*KEY))
+            d.links.to_sender(peer_of(p.me), Delivered(*KEY))
             await until(lambda: p.heard)
             assert p.heard == [(Delivered(*KEY), "decode-0")]
 
@@ -144,7 +144,7 @@ def test_a_name_taken_over_at_a_peer_is_won_back(monkeypatch: pytest.MonkeyPatch
         async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
             p.links.to_receiver(d.address, CANCEL)
             await until(lambda: d.heard)
-            d.links.to_sender(p.address.worker, Delivered(*KEY))
+            d.links.to_sender(peer_of(p.me), Delivered(*KEY))
             await until(lambda: p.heard)
             await take_over(d.address.control, identity(p.me), b"junk")
             p.links.to_receiver(d.address, CANCEL)
