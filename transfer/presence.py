@@ -55,7 +55,8 @@ class Presence:
                 self._refusals += 1
                 if self._refusals == REFUSALS:
                     self._limit.cancel()
-                    self._gone()
+                    # Soon and not now: most often it ends this very watch.
+                    self._limit = asyncio.get_running_loop().call_later(0, self._gone)
 
     def _new_limit(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(GONE_AFTER_S, self._gone)

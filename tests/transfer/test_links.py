@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -85,7 +86,16 @@ async def coordinator_and(*names: str) -> AsyncIterator[tuple[zmq.asyncio.Socket
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 30))
+    """Fails too where something raises that nobody waits for."""
+    unheard: list[object] = []
+
+    async def listening() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        await asyncio.wait_for(story, 30)
+        gc.collect()
+
+    asyncio.run(listening())
+    assert unheard == []
 
 
 async def take_over(endpoint: str, name: bytes, data: bytes) -> None:
