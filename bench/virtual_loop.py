@@ -44,7 +44,7 @@ class VirtualLoop:
         self.frozen = False
         self._registered = False
         self._answered_at = self._clock.now
-        self._busy = False
+        self.batch: Batch | None = None  # of the step that is out
         self._late_step: Callable[[], None] | None = None  # came back while frozen
         self._unread: list[tuple[Parcel, bool]] = []  # came while frozen
         self._timer = _NEVER
@@ -191,10 +191,10 @@ class VirtualLoop:
     def turn(self) -> None:
         """What an engine's loop does after every event."""
         worker, now = self.worker, self._clock.now
-        if not self._busy:
-            batch = worker.node.schedule(now)
-            if batch is not None:
-                self._step(batch)
+        if self.batch is None:
+            self.batch = worker.node.schedule(now)
+            if self.batch is not None:
+                self._step(self.batch)
         self.carry_out(worker.node.turn(now))
         deadline = worker.node.next_deadline()
         if deadline is not None and (self._timer == _NEVER or not now < self._timer <= deadline):
@@ -209,7 +209,6 @@ class VirtualLoop:
             self.turn()
 
     def _step(self, batch: Batch) -> None:
-        self._busy = True
         step_s = self.worker.step_time.seconds(batch)
         life = self.worker.incarnation
         self._clock.at(self._clock.now + step_s, lambda: self._step_done(batch, step_s, life))
@@ -220,7 +219,7 @@ class VirtualLoop:
         if self.frozen:
             self._late_step = lambda: self._step_done(batch, step_s, life)
             return
-        self._busy = False
+        self.batch = None
         results = self.worker.compute(batch)
         self.carry_out(self.worker.node.finish(batch, results, step_s, self._clock.now))
         self.turn()
