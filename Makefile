@@ -14,7 +14,7 @@ MACHINES ?= 50
 # Path or name of a Python >= 3.11, if the first one found is not the wanted one.
 PYTHON ?=
 PYTEST_ARGS ?=
-# Some of the clients of `make clients`; all of them where nothing is said.
+# Some of the clients of `make clients`, or parts of names of cells of `make chaos`; all where nothing is said.
 ONLY ?=
 TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
 
@@ -24,7 +24,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test machines clients lint format clean
+.PHONY: help serve test machines chaos clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
 	@echo 'make machines the state machines of make test, over 50 times as many histories, new ones each time (MACHINES=50)'
+	@echo 'make chaos    every phase of a request meets every fault (ONLY="decoding / SIGKILL, message lost" for some)'
 	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   lets ruff lay out the code'
@@ -54,6 +55,9 @@ endif
 
 machines: $(VENV)/.ready-to-test
 	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile $$(find tests -name 'test_*_machine.py')
+
+chaos: $(VENV)/.ready-to-test
+	@$(RUN) -m tests.chaos.run '$(ONLY)'
 
 clients: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.clients.run $(ONLY)

@@ -5,9 +5,9 @@ what its client gets, whether the request must, must not or may be dispatched ag
 tell of it. A fault that cannot happen in a phase stands in `SENSELESS`, with why. `virtual.py` runs every cell over
 the pure objects, `real.py` some of them over processes.
 
-Victims: P and D are the prefill and the decode worker that the request was given to, C is the coordinator. A fault is
-the only one of its kind, and passes: a stopped process goes on and a link is restored after `LASTS_S`, which is longer
-than the coordinator waits for a worker.
+Victims: P and D are the prefill and the decode worker that the request was given to, one of two each, or the only one;
+C is the coordinator. A fault passes: a stopped process goes on, a killed one is replaced and a link is restored after
+`LASTS_S`, which is longer than the coordinator waits for a worker.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class Fault(StrEnum):
     LEAVES = "client leaves"
     LEAVES_UNHEARD = "client leaves, Aborts lost"
     SIGTERM = "SIGTERM"
+    SIGTERM_AT_ONCE = "SIGTERM, no time"
     SIGKILL = "SIGKILL"
+    SIGKILL_FOR_GOOD = "SIGKILL for good"
     STOPS = "stops answering"
     CUT = "link cut"
+    CUT_FOR_GOOD = "link cut for good"
     SLOW = "link slow"
     LOST = "message lost"
     DOUBLED = "message doubled"
@@ -53,15 +56,16 @@ class Fault(StrEnum):
     CORRUPTED = "block corrupted"
 
 
-Outcome = Literal["exact", "left", "broken"]
+Outcome = Literal["exact", "left", "broken", "error:NoWorker", "error:DeadlinePassed", "error:RequestFailed"]
 """exact: the whole answer, token for token, after a pause at most. left: an exact beginning, and all of it freed.
-broken: an exact beginning, then the connection ends, because the process that holds it is gone."""
+broken: an exact beginning, then the connection ends, because the process that holds it is gone. error: an exact
+beginning, then a structured error of that class, which names the stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`victim`: a party, a link ("P-D"), or a message and who says it ("Accept of D"). `migrates`: None where time
-    decides. `counts`: counters that have risen at its end."""
+    """`victim`: a party ("D", "only D"), a link ("P-D"), or a message and who says it ("Accept of D").
+    `migrates`: None where time decides. `counts`: counters that have risen at its end."""
 
     station: Station
     fault: Fault
@@ -86,9 +90,9 @@ LINKS = ("P-D", "C-P", "C-D")
 # the dispatch that ends it.)
 MESSAGES: dict[Station, tuple[str, ...]] = {
     S.WAITING: ("Prefill of C",),
-    S.QUEUED: ("Accepted of P", "Heartbeat of P", "HeartbeatAck of C"),
+    S.QUEUED: ("Accepted of P",),
     S.FIRST_CHUNK: ("Started of P", "Offer of P", "Accept of D"),
-    S.MIDDLE_CHUNK: ("Block of P", "Credit of D", "Heartbeat of P"),
+    S.MIDDLE_CHUNK: ("Block of P", "Credit of D"),
     S.LAST_CHUNK: ("Tokens of P",),
     S.PREFILLED: ("Later of D", "Offer of P", "Accept of D"),
     S.SENDING: ("Block of P", "Credit of D", "Handover of P"),
@@ -119,30 +123,70 @@ def cell(name: str) -> Cell:
 
 def _of(station: Station) -> Iterator[Cell]:
     yield from _leaves(station)
-    for victim in "PDC":
-        yield Cell(station, F.SIGTERM, victim)
-    yield Cell(station, F.SIGKILL, "P", migrates=station in AT_PREFILL, counts=_LOST["P"])
-    yield Cell(station, F.SIGKILL, "D", migrates=station in AT_DECODE, counts=_LOST["D"])
-    yield Cell(station, F.SIGKILL, "C", outcomes=("broken",))
-    for victim in "PD":
-        migrates = None if station is S.WAITING else station in (AT_PREFILL if victim == "P" else AT_DECODE)
+    yield from _terminated(station)
+    yield from _killed(station)
+    for victim in ("P", "D", "only P", "only D"):
+        migrates = None if station is S.WAITING else station in _HELD_BY[victim]
         yield Cell(station, F.STOPS, victim, migrates=migrates, counts=_LOST[victim])
     for link in LINKS:
         yield Cell(station, F.CUT, link, migrates=_cut_migrates(station, link), counts=_LOST[link])
         yield Cell(station, F.SLOW, link)
+    for link in ("P-D", "only P-D"):
+        migrates = None if station in (S.WAITING, S.DELIVERED) else station in AT_PREFILL
+        yield Cell(station, F.CUT_FOR_GOOD, link, migrates=migrates)
     for message in MESSAGES[station]:
         for fault in (F.LOST, F.DOUBLED, F.LATE):
             yield Cell(station, fault, message, migrates=_message_migrates(station, fault, message))
     yield Cell(station, F.CORRUPTED, "P-D", counts=("kv_checksum_failures_total",))
 
 
+_HELD_BY = {"P": AT_PREFILL, "D": AT_DECODE, "only P": AT_PREFILL, "only D": (*AT_PREFILL, *AT_DECODE)}
+"""Phases in which a victim's end costs a next attempt. Of a decode worker that does not own the request yet only its
+place is lost, if there is another one."""
 _LOST = {
     "P": ('workers_lost_total{role="prefill"}',),
     "D": ('workers_lost_total{role="decode"}',),
+    "only P": ('workers_lost_total{role="prefill"}',),
+    "only D": ('workers_lost_total{role="decode"}',),
     "P-D": (),
     "C-P": ('workers_lost_total{role="prefill"}',),
     "C-D": ('workers_lost_total{role="decode"}',),
 }
+
+
+def _terminated(station: Station) -> Iterator[Cell]:
+    """With time, what a worker has ends there. Without, it is given back; the coordinator's own ends with an error."""
+    for victim in ("P", "D", "C", "only P", "only D"):
+        yield Cell(station, F.SIGTERM, victim)
+    for victim in ("P", "D", "only P", "only D"):
+        yield Cell(station, F.SIGTERM_AT_ONCE, victim, migrates=_gives_back(station, victim))
+    yield Cell(station, F.SIGTERM_AT_ONCE, "C", outcomes=("error:NoWorker",))
+
+
+def _gives_back(station: Station, victim: str) -> bool | None:
+    if victim.endswith("P"):
+        return station in AT_PREFILL
+    if victim == "only D" or station not in (S.QUEUED, S.FIRST_CHUNK, S.PREFILLED):
+        return station in (*AT_PREFILL, *AT_DECODE)
+    return None if station is S.FIRST_CHUNK else False  # it is not there yet: only its place is lost
+
+
+def _killed(station: Station) -> Iterator[Cell]:
+    for victim in ("P", "D", "only P", "only D"):
+        migrates = None if station is S.WAITING else station in _HELD_BY[victim]
+        yield Cell(station, F.SIGKILL, victim, migrates=migrates, counts=_LOST[victim])
+    yield Cell(station, F.SIGKILL, "C", outcomes=("broken",))
+    migrates = None if station is S.WAITING else station in AT_PREFILL
+    yield Cell(station, F.SIGKILL_FOR_GOOD, "only P", migrates=migrates, counts=_LOST["P"])
+    outcomes = ("exact",) if station is S.ENDED else _no_decode_worker(station)
+    yield Cell(station, F.SIGKILL_FOR_GOOD, "only D", outcomes, migrates=None, counts=_LOST["D"])
+
+
+def _no_decode_worker(station: Station) -> tuple[Outcome, ...]:
+    """What it waits for in vain depends on whether the prefill worker has said the first token by then."""
+    if station in (S.PREFILLED, S.SENDING, *AT_DECODE):
+        return ("error:RequestFailed",)
+    return ("error:DeadlinePassed", "error:RequestFailed")
 
 
 def _leaves(station: Station) -> Iterator[Cell]:
