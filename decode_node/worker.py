@@ -91,6 +91,8 @@ class DecodeWorker:
                 return self._handed_over(message, sender, now)
             case Cancel():
                 return self._cancelled(message, sender, now)
+            case Cancelled():
+                return []  # it was forgotten here before that was said
             case Stop():
                 return self._end_on_command(message, Phase.FINISHED, "stopped", now)
             case Abort():

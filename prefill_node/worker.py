@@ -158,8 +158,9 @@ class PrefillWorker:
                 case Sent(key, blocks, seconds):
                     self.records.counters.observe("kv_transfer_seconds", seconds)
                     effects += self._end(key, Phase.FINISHED, "handed_over", "", now, blocks=blocks)
-                case SendFailed(key, reason):
-                    self.records.counters.add("kv_transfer_failures_total", reason="sender")
+                case SendFailed(key, cause, reason):
+                    if cause != "cancelled":  # an end of its request, counted as such
+                        self.records.counters.add("kv_transfer_failures_total", reason=cause)
                     effects += self._end(key, Phase.FAILED, "failed", f"transfer: {reason}", now)
         return effects
 

@@ -4,7 +4,8 @@
     Accept(wanted) ─▶ ACCEPTED ─ blocks as chunks finish, under the peer's byte window ─▶ SENDING
     prompt computed and all wanted blocks sent ─ Handover ─▶ (again every `retry_s` until) Delivered
     Revoke ─▶ REVOKED ─▶ OFFERED again, to the same or (Rebind) another worker; every block is still here
-    Refused, Cancel from the peer, too many Nacks, no progress for `timeout_s` ─▶ FAILED
+    Refused, too many Nacks, no progress for `timeout_s` ─▶ FAILED, and the peer is told to forget
+    Cancel from the peer ─▶ FAILED, answered
 
 Any message may be lost, doubled, late or out of order. What the peer must know is said again until answered:
 the offer, the hand-over, a cancellation. A peer that answers an offer we no longer stand by (a late or doubled
@@ -23,7 +24,8 @@ is, because the checksum refuses what is not the block that was sent (the argume
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from common.effects import Effect, SendBlock, ToReceiver
 from common.lifecycle import TransferLife, TransferPhase
@@ -45,6 +47,7 @@ from common.messages import (
 from common.request import Key, WorkerId
 from transfer.cancelling import Cancellations
 from transfer.in_flight import InFlight
+from transfer.outgoing import Outgoing
 
 MAX_NACKS = 2
 MAX_PEERS = 4096
@@ -60,40 +63,19 @@ class Sent:
     seconds: float
 
 
+Cause = Literal["refused", "cancelled", "bad_blocks", "timeout", "unreachable"]
+
+
 @dataclass(frozen=True, slots=True)
 class SendFailed:
+    """`cancelled`: the request has ended at the decode worker, so the transfer is not wanted any more."""
+
     key: Key
+    cause: Cause
     reason: str
 
 
 SenderEvent = Sent | SendFailed
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    offer: Offer
-    target: PeerAddress
-    blocks: list[int]  # the sequence's pool blocks, by index
-    opened: float
-    bound: float  # since when it asks this peer for room
-    progress: float  # last time it moved on, here or there
-    answered: float  # last time the peer said something about it
-    ask_at: float  # when to repeat the offer or the hand-over
-    window_frames: int  # what the peer takes in flight, at most ours
-    life: TransferLife = field(default_factory=TransferLife)
-    computed: int = 0  # leading blocks whose KV is complete
-    to_send: deque[int] = field(default_factory=deque)  # wanted, or asked for again, in order
-    blocks_sent: int = 0
-    nacks: dict[int, int] = field(default_factory=dict)
-    handover: Handover | None = None
-
-    @property
-    def key(self) -> Key:
-        return self.offer.key
-
-    @property
-    def sendable(self) -> bool:
-        return bool(self.to_send) and self.to_send[0] < self.computed
 
 
 class TransferSender:
@@ -112,7 +94,7 @@ class TransferSender:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._look_at = _NEVER  # no deadline of any transfer lies before this
-        self._outgoing: dict[Key, _Outgoing] = {}
+        self._outgoing: dict[Key, Outgoing] = {}
         self._cancelling = Cancellations(retry_s)
         self._addresses: dict[WorkerId, PeerAddress] = {}  # of the peers last spoken to
         self._in_flight = InFlight()
@@ -144,7 +126,7 @@ class TransferSender:
     def open(self, offer: Offer, target: PeerAddress, blocks: list[int], now: float) -> list[Effect]:
         """Starts a transfer; `blocks` are the pool blocks, all reserved, none computed yet."""
         assert offer.key not in self._outgoing
-        out = _Outgoing(
+        out = Outgoing(
             offer,
             target,
             blocks,
@@ -209,6 +191,8 @@ class TransferSender:
         if isinstance(message, Cancelled):
             self._cancelling.forget(message.key, sender)
             return [], []
+        if isinstance(message, Cancel):
+            return self._called_off(message, sender)
         out = self._outgoing.get(message.key)
         if out is None or out.target.worker != sender:
             return self._not_ours(message, sender), []
@@ -230,8 +214,8 @@ class TransferSender:
             case Revoke():
                 self._revoked(out, now)
                 return [], []
-            case Refused() | Cancel():
-                return self._fail(out, f"refused by {sender}: {message.reason}", now)
+            case Refused():
+                return self._fail(out, "refused", f"refused by {sender}: {message.reason}", now)
         return [], []
 
     def _know(self, target: PeerAddress) -> None:
@@ -240,6 +224,17 @@ class TransferSender:
         if len(self._addresses) > MAX_PEERS:
             del self._addresses[next(iter(self._addresses))]
 
+    def _called_off(self, message: Cancel, sender: WorkerId) -> tuple[list[Effect], list[SenderEvent]]:
+        """The peer has forgotten it: it need not be told so, only that it was heard, whatever is known of it here."""
+        address = self._addresses.get(sender)
+        answer: list[Effect] = [] if address is None else [ToReceiver(address, Cancelled(*message.key))]
+        out = self._outgoing.get(message.key)
+        if out is None or out.target.worker != sender:
+            return answer, []
+        out.life.move(TransferPhase.FAILED)
+        self._forget(out)
+        return answer, [SendFailed(out.key, "cancelled", f"called off by {sender}: {message.reason}")]
+
     def _not_ours(self, message: AboutRequest, sender: WorkerId) -> list[Effect]:
         """The peer holds blocks for a transfer that has ended, or that went to another worker."""
         address = self._addresses.get(sender)
@@ -247,7 +242,7 @@ class TransferSender:
             return []
         return [ToReceiver(address, Cancel(*message.key, "not offered any more"))]
 
-    def _accepted(self, out: _Outgoing, message: Accept, now: float) -> list[Effect]:
+    def _accepted(self, out: Outgoing, message: Accept, now: float) -> list[Effect]:
         if out.life.phase is not TransferPhase.OFFERED:
             return []  # an answer to a repeated offer
         out.life.move(TransferPhase.ACCEPTED)
@@ -257,12 +252,12 @@ class TransferSender:
         out.to_send = deque(sorted({index for index in message.wanted if index < len(out.blocks)}))
         return self._hand_over_if_sent(out, now)
 
-    def _credited(self, out: _Outgoing, message: Credit, now: float) -> list[Effect]:
+    def _credited(self, out: Outgoing, message: Credit, now: float) -> list[Effect]:
         out.progress = now
         self._in_flight.arrived(out.target.worker, out.key, message.indices)
         return []
 
-    def _nacked(self, out: _Outgoing, message: Nack, now: float) -> tuple[list[Effect], list[SenderEvent]]:
+    def _nacked(self, out: Outgoing, message: Nack, now: float) -> tuple[list[Effect], list[SenderEvent]]:
         if out.life.phase not in (TransferPhase.ACCEPTED, TransferPhase.SENDING):
             return [], []
         self._in_flight.arrived(out.target.worker, out.key, message.indices)
@@ -272,13 +267,13 @@ class TransferSender:
                 continue
             out.nacks[index] = out.nacks.get(index, 0) + 1
             if out.nacks[index] > MAX_NACKS:
-                return self._fail(out, f"block {index} did not arrive: {message.reason}", now)
+                return self._fail(out, "bad_blocks", f"block {index} did not arrive: {message.reason}", now)
             waiting.add(index)
         out.to_send = deque(sorted(waiting))
         self._ask_by(out, now + self._retry_s)
         return [], []
 
-    def _delivered(self, out: _Outgoing, now: float) -> SenderEvent:
+    def _delivered(self, out: Outgoing, now: float) -> SenderEvent:
         if out.life.phase in (TransferPhase.OFFERED, TransferPhase.REVOKED):
             # The peer had it all the time and our view was behind (its Accept was lost).
             out.life = TransferLife(TransferPhase.ACCEPTED)
@@ -286,7 +281,7 @@ class TransferSender:
         self._forget(out)
         return Sent(out.key, out.blocks_sent, now - out.opened)
 
-    def _revoked(self, out: _Outgoing, now: float) -> None:
+    def _revoked(self, out: Outgoing, now: float) -> None:
         if out.life.phase is not TransferPhase.REVOKED:
             out.life.move(TransferPhase.REVOKED)
             self._in_flight.forget(out.target.worker, out.key)
@@ -324,7 +319,7 @@ class TransferSender:
             return effects, events
         for out in list(self._outgoing.values()):
             if now - out.progress >= self._timeout_s:
-                said, failed = self._fail(out, f"no progress for {self._timeout_s:g} s", now)
+                said, failed = self._fail(out, "timeout", f"no progress for {self._timeout_s:g} s", now)
                 effects += said
                 events += failed
             elif now >= out.ask_at:
@@ -338,7 +333,7 @@ class TransferSender:
     def next_deadline(self) -> float | None:
         return None if self._look_at == _NEVER else self._look_at
 
-    def _ask_by(self, out: _Outgoing, time: float) -> None:
+    def _ask_by(self, out: Outgoing, time: float) -> None:
         out.ask_at = time
         self._look_by(time)
 
@@ -348,21 +343,21 @@ class TransferSender:
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, out: _Outgoing, index: int) -> Effect:
+    def _send(self, out: Outgoing, index: int) -> Effect:
         if out.life.phase is TransferPhase.ACCEPTED:
             out.life.move(TransferPhase.SENDING)
         self._in_flight.add(out.target.worker, out.key, index)
         out.blocks_sent += 1
         return SendBlock(out.target, out.key, index, out.blocks[index])
 
-    def _hand_over_if_sent(self, out: _Outgoing, now: float) -> list[Effect]:
+    def _hand_over_if_sent(self, out: Outgoing, now: float) -> list[Effect]:
         accepted = out.life.phase in (TransferPhase.ACCEPTED, TransferPhase.SENDING)
         if out.handover is None or out.to_send or not accepted:
             return []
         self._ask_by(out, now + self._retry_s)
         return [ToReceiver(out.target, out.handover)]
 
-    def _ask_again(self, out: _Outgoing, now: float) -> list[Effect]:
+    def _ask_again(self, out: Outgoing, now: float) -> list[Effect]:
         self._ask_by(out, now + self._retry_s)
         if out.life.phase is TransferPhase.REVOKED or out.life.phase is TransferPhase.OFFERED:
             return self._offer_again(out, now)
@@ -370,7 +365,7 @@ class TransferSender:
             self._in_flight.forget(out.target.worker, out.key)
         return self._hand_over_if_sent(out, now)
 
-    def _offer_again(self, out: _Outgoing, now: float) -> list[Effect]:
+    def _offer_again(self, out: Outgoing, now: float) -> list[Effect]:
         if out.life.phase is TransferPhase.REVOKED:
             out.life.move(TransferPhase.OFFERED)
         out.to_send.clear()
@@ -382,19 +377,21 @@ class TransferSender:
     def peer_gone(self, worker: WorkerId, now: float) -> tuple[list[Effect], list[SenderEvent]]:
         """Nobody is there any more: what is under way to it fails at once, so that it goes on elsewhere."""
         outs = [out for out in self._outgoing.values() if out.target.worker == worker]
-        failed = [self._fail(out, f"{worker} cannot be reached", now) for out in outs]
+        failed = [self._fail(out, "unreachable", f"{worker} cannot be reached", now) for out in outs]
         return [e for said, _ in failed for e in said], [event for _, events in failed for event in events]
 
-    def _fail(self, out: _Outgoing, reason: str, now: float) -> tuple[list[Effect], list[SenderEvent]]:
+    def _fail(
+        self, out: Outgoing, cause: Cause, reason: str, now: float
+    ) -> tuple[list[Effect], list[SenderEvent]]:
         out.life.move(TransferPhase.FAILED)
         self._outgoing.pop(out.key, None)
-        return self._say_cancel(out, reason, now), [SendFailed(out.key, reason)]
+        return self._say_cancel(out, reason, now), [SendFailed(out.key, cause, reason)]
 
-    def _say_cancel(self, out: _Outgoing, reason: str, now: float) -> list[Effect]:
+    def _say_cancel(self, out: Outgoing, reason: str, now: float) -> list[Effect]:
         self._in_flight.forget(out.target.worker, out.key)
         self._look_by(now + self._retry_s)
         return [self._cancelling.say(out.key, out.target, reason, now)]
 
-    def _forget(self, out: _Outgoing) -> None:
+    def _forget(self, out: Outgoing) -> None:
         self._in_flight.forget(out.target.worker, out.key)
         self._outgoing.pop(out.key, None)

@@ -288,11 +288,28 @@ def test_a_row_that_raises_alone_fails_for_good() -> None:
     bench.check_empty()
 
 
-def test_a_failed_transfer_ends_the_attempt() -> None:
+def test_a_transfer_called_off_by_its_receiver_ends_the_attempt() -> None:
+    """It is answered, also when it comes again; the receiver has forgotten it and need not be told so."""
     bench = Bench()
     key = bring_to(bench, "handed over")
-    (ended,) = only(bench.hear(Cancel(*key, "aborted there"), TARGET.worker), Ended)
+    said = bench.hear(Cancel(*key, "aborted there"), TARGET.worker)
+    (ended,) = only(said, Ended)
     assert isinstance(ended, Ended) and (ended.outcome, ended.retryable) == ("failed", True)
+    assert only(said, Cancel, Cancelled) == [Cancelled(*key)] and bench.sender.settled
+    assert bench.hear(Cancel(*key, "aborted there"), TARGET.worker) == [Cancelled(*key)]
+    assert bench.worker.records.counters.total("kv_transfer_failures_total") == 0, (
+        "it was not wanted any more"
+    )
+    bench.check_empty()
+
+
+def test_who_calls_off_what_has_gone_to_another_is_answered_and_changes_nothing() -> None:
+    bench = Bench()
+    key = bring_to(bench, "accepted")
+    bench.hear(Rebind(*key, OTHER_TARGET))
+    assert bench.hear(Cancel(*key, "aborted there"), TARGET.worker) == [Cancelled(*key)]
+    assert bench.worker.live_keys() == [key] and key in bench.sender
+    bench.hear(Abort(*key, "left"))
     bench.check_empty()
 
 
