@@ -222,11 +222,17 @@ class ModelRunner:
             for row, (token_id, logprob) in zip(rows.tolist(), outputs, strict=True):
                 ids[row] = (token_id,)
                 logprobs[row] = None if logprob is None else (logprob,)
-                seen = self._held(int(slots[row])).counts
-                if seen is not None:
-                    seen.append(token_id)
         prompts = self._score(slots, step, hidden, faults)
+        self._count(slots.tolist(), ids)
         return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
+
+    def _count(self, slots: list[int], ids: list[tuple[int, ...]]) -> None:
+        """The last thing that a step does, and nothing in it raises: one that does is run again, row by row."""
+        for slot, row in zip(slots, ids, strict=True):
+            seen = self._held(slot).counts
+            if seen is not None:
+                for token_id in row:
+                    seen.append(token_id)
 
     def _score(
         self, slots: np.ndarray, step: StepLayout, hidden: torch.Tensor, faults: dict[int, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_the_oracle_itself_says_something(asks: list[Ask], oracle: Oracle) -> No
 
 
 @pytest.mark.parametrize("chunk", [32, 128, 512])
-def test_both_pools_in_any_chunks_cold_then_warm(
+def test_BR_028_both_pools_in_any_chunks_cold_then_warm(
     chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle
 ) -> None:
     cluster = pools(model, chunk=chunk)
@@ -63,6 +64,17 @@ def test_alone_through_both_pools(model: CausalModel, asks: list[Ask], oracle: O
     check(some, pools(model, chunk=128, caching=False).alone(some), oracle(some))
 
 
+def test_BR_028_a_long_repetitive_prompt_with_its_question_at_the_end(
+    model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """Blocks that differ in nothing but their place; both pools, cold and then with every whole block cached."""
+    asks = [Ask(tuple(text_ids[:16] * 15 + text_ids[500:512]), greedy(6))]
+    cluster = pools(model, chunk=128)
+    for _ in range(2):
+        check(asks, cluster.together(asks), oracle(asks))
+    assert cluster.counted("prefill-0", "prefix_cache_hits_total") == 240
+
+
 @pytest.mark.parametrize("path", ["pools", "collocated"])
 def test_a_longer_prompt_on_a_cached_prefix(
     path: str, model: CausalModel, text_ids: list[int], oracle: Oracle
@@ -81,7 +93,7 @@ def test_a_longer_prompt_on_a_cached_prefix(
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("path", ["pools", "collocated"])
-def test_forced_preemption(
+def test_BR_025_forced_preemption(
     path: str, caching: bool, model: CausalModel, text_ids: list[int], oracle: Oracle
 ) -> None:
     """Each takes three blocks to begin and five to end: of all together, some are thrown out on the way."""
@@ -96,7 +108,7 @@ def test_forced_preemption(
 
 
 @pytest.mark.parametrize("path", ["pools", "collocated"])
-def test_migration_from_a_decode_worker_that_died(
+def test_BR_078_migration_from_a_decode_worker_that_died(
     path: str, model: CausalModel, text_ids: list[int], oracle: Oracle
 ) -> None:
     """Half the answer from one worker, half from another that prefills prompt and output."""
@@ -117,6 +129,31 @@ def test_migration_from_a_decode_worker_that_died(
     timelines = [cluster.cluster.tracker.timeline(request_id, cluster.now) for request_id in cluster.answers]
     attempts = [timeline["attempts"] for timeline in timelines if timeline is not None]
     assert sum(count > 1 for count in attempts) >= 2, "nobody migrated"
+
+
+@pytest.mark.parametrize("where", ["in the second chunk", "after tokens were drawn"])
+def test_BR_026_a_step_that_raises_half_way_is_run_again_from_where_it_began(
+    where: str, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """With a prefix hit, and with penalties, which depend on how often a token was counted: its KV is written and its
+    tokens are drawn when it raises."""
+    asks = [Ask(tuple(text_ids[:70]), seeded(1, 6)), Ask(tuple(text_ids[300:330]), seeded(2, 6))]
+    wanted = oracle(asks)
+    cluster = pools(model, chunk=32)
+    cluster.together([Ask(asks[0].prompt[:17], greedy(1))])
+    worker = cluster.worker("prefill-0" if where == "in the second chunk" else "decode-0")
+    raised: list[int] = []
+
+    def score(*args: Any) -> Any:
+        if worker.num_steps == (begun + 2 if where == "in the second chunk" else begun + 3) and not raised:
+            raised.append(worker.num_steps)
+            raise RuntimeError("half way")
+        return usual(*args)
+
+    begun, usual = worker.num_steps, worker.runner._score
+    worker.runner._score = score  # type: ignore[assignment, method-assign]
+    check(asks, cluster.together(asks), wanted)
+    assert raised and cluster.counted("prefill-0", "prefix_cache_hits_total") == 16
 
 
 def test_a_different_seed_is_a_different_answer(
