@@ -31,7 +31,7 @@ def test_BR_018_late_blocks_of_one_attempt_touch_nobody(next_is: str) -> None:
     def fate(message: Message) -> float | None:
         if isinstance(message, Block) and (not slow or message.attempt == slow[0]):
             slow[:] = [message.attempt]
-            return 0.15 + 0.01 * message.index
+            return 0.075 + 0.001 * message.index
         return 0.0
 
     cluster.fate = fate

@@ -377,8 +377,8 @@ def test_target_lost_before_the_dispatch_was_answered() -> None:
     bench.say(prefill, Accepted(*key, address("d1")))
 
 
-def test_decode_worker_lost_while_decoding_goes_on_from_the_fronts_tokens() -> None:
-    """BR-077: 3 of 5 are out."""
+def test_BR_077_decode_worker_lost_while_decoding_goes_on_from_the_fronts_tokens() -> None:
+    """3 of 5 are out."""
     bench = four()
     key, _, decode = bench.decoding(tokens_out=3)
     told = lose(bench, decode)
@@ -555,8 +555,8 @@ def test_another_fingerprint_is_refused_with_both_values() -> None:
 
 @pytest.mark.parametrize("how", ["leaves", "stops"])
 @pytest.mark.parametrize("station", ["waiting", "queued", "prefilling", "decoding"])
-def test_ended_by_the_client_at_every_station(station: str, how: str) -> None:
-    """BR-003: the coordinator owns the request in every phase and tells everybody who may hold it."""
+def test_BR_003_ended_by_the_client_at_every_station(station: str, how: str) -> None:
+    """The coordinator owns the request in every phase and tells everybody who may hold it."""
     bench = pair()
     if station == "waiting":
         bench.dispatched("first", 128)

@@ -127,8 +127,10 @@ def test_story_of_a_transferred_request() -> None:
     "length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1]
 )
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
-def test_local_prefill_at_chunk_and_block_boundaries(length: int, max_tokens: int, caching: bool) -> None:
-    """BR-072: exactly 1, 2, 3 tokens, whatever the prompt's length."""
+def test_BR_072_local_prefill_at_chunk_and_block_boundaries(
+    length: int, max_tokens: int, caching: bool
+) -> None:
+    """Exactly 1, 2, 3 tokens, whatever the prompt's length."""
     bench = Bench(caching=caching)
     bench.add("a", prompt(length), max_tokens)
     bench.to_the_end()
@@ -210,8 +212,8 @@ def test_ends_with_an_end_id() -> None:
     bench.check_exact_and_empty()
 
 
-def test_a_next_attempt_counts_the_tokens_before() -> None:
-    """BR-077: 20 of 50 are out."""
+def test_BR_077_a_next_attempt_counts_the_tokens_before() -> None:
+    """20 of 50 are out."""
     bench = Bench()
     done = expected(prompt(9), 20)
     seq = bench.scheduler.add(request("a", prompt(9), 50), attempt(2), pack_ids(done), 0.0)
@@ -266,8 +268,8 @@ def test_undelivered_reservations_are_revoked_before_anybody_is_put_out() -> Non
     bench.check_exact_and_empty()
 
 
-def test_delivered_but_not_joined_can_be_put_out_too() -> None:
-    """BR-004, BR-047: its KV has come, no slot was free, now its blocks are needed: it recomputes."""
+def test_BR_004_BR_047_delivered_but_not_joined_can_be_put_out_too() -> None:
+    """Its KV has come, no slot was free, now its blocks are needed: it recomputes."""
     bench = Bench(num_blocks=9, max_num_seqs=2)
     running = bench.add("running", prompt(6), 26)
     bench.step()
@@ -390,8 +392,8 @@ def bring_to(bench: Bench, station: str) -> Key:
 
 
 @pytest.mark.parametrize("station", STATIONS)
-def test_ended_at_every_station(station: str) -> None:
-    """BR-004: every queue has a way out."""
+def test_BR_004_ended_at_every_station(station: str) -> None:
+    """Every queue has a way out."""
     bench = Bench(num_blocks=12 if station == "preempted" else 64)
     key = bring_to(bench, station)
     assert bench.scheduler.end(key, Phase.ABORTED, bench.now) is not None
@@ -402,8 +404,8 @@ def test_ended_at_every_station(station: str) -> None:
 
 
 @pytest.mark.parametrize("station", ["decoding", "prefilling"])
-def test_ended_while_its_step_is_out(station: str) -> None:
-    """BR-006: blocks and slot stay until the step is back; the neighbour does not notice."""
+def test_BR_006_ended_while_its_step_is_out(station: str) -> None:
+    """Blocks and slot stay until the step is back; the neighbour does not notice."""
     bench = Bench()
     key = bring_to(bench, station)
     bench.transferred("witness", prompt(7, 900), 9)

@@ -150,8 +150,8 @@ def test_story_of_a_request() -> None:
     bench.check_empty()
 
 
-def test_blocks_of_the_second_like_request_are_here_already() -> None:
-    """BR-013: only the last, incomplete one is wanted; of a block-aligned prompt none is."""
+def test_BR_013_blocks_of_the_second_like_request_are_here_already() -> None:
+    """Only the last, incomplete one is wanted; of a block-aligned prompt none is."""
     bench = Bench()
     key = bench.owned(A)
     bench.hear(Abort(*key, "left"))
@@ -238,8 +238,8 @@ def test_a_bad_frame_is_nacked_not_counted_and_not_written() -> None:
     bench.check_empty()
 
 
-def test_nothing_uncertain_is_published() -> None:
-    """BR-024: cancelled half way, the next like request wants every block."""
+def test_BR_024_nothing_uncertain_is_published() -> None:
+    """Cancelled half way, the next like request wants every block."""
     bench = Bench()
     bench.offer(A)
     bench.frames(A, [0, 1])
@@ -322,8 +322,7 @@ def test_reservations_give_way_to_what_runs() -> None:
     bench.check_empty()
 
 
-def test_a_sender_that_falls_silent_is_given_up() -> None:
-    """BR-001, BR-032."""
+def test_BR_001_BR_032_a_sender_that_falls_silent_is_given_up() -> None:
     bench = Bench()
     bench.offer(A)
     bench.frames(A, [0])

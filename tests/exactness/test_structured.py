@@ -108,7 +108,7 @@ def test_preempted(
 
 
 @pytest.mark.parametrize("path", ["pools", "collocated"])
-def test_migrated(
+def test_BR_078_migrated(
     path: str, model: CausalModel, asks: list[Ask], compiler: GrammarCompiler, wanted: list[Said]
 ) -> None:
     """Half of the answer from a worker that dies, half from another that replays it."""

@@ -228,8 +228,8 @@ def test_slots_are_for_prompts_that_compute() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
 @pytest.mark.parametrize("out", [False, True])
-def test_aborted_before_during_and_after_each_chunk(chunk: int, out: bool) -> None:
-    """BR-006, BR-024: a prompt of four chunks; `out` means that the step is running. The late result comes to
+def test_BR_006_BR_024_aborted_before_during_and_after_each_chunk(chunk: int, out: bool) -> None:
+    """A prompt of four chunks; `out` means that the step is running. The late result comes to
     nothing, and the same prompt afterwards is right."""
     bench = Bench()
     key = bench.add("a", prompt(64))

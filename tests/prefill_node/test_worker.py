@@ -195,8 +195,7 @@ def test_full_means_later_and_draining_means_no() -> None:
     bench.check_empty()
 
 
-def test_an_answer_of_one_token_never_meets_a_decode_worker() -> None:
-    """BR-072."""
+def test_BR_072_an_answer_of_one_token_never_meets_a_decode_worker() -> None:
     bench = Bench()
     key = bench.dispatch(length=20, max_tokens=1)
     said = bench.step() + bench.step()
@@ -209,8 +208,8 @@ def test_an_answer_of_one_token_never_meets_a_decode_worker() -> None:
     bench.check_empty()
 
 
-def test_a_next_attempt_goes_on_after_the_tokens_before() -> None:
-    """BR-077: three of five tokens are out; the next is the fourth, the offer carries three."""
+def test_BR_077_a_next_attempt_goes_on_after_the_tokens_before() -> None:
+    """Three of five tokens are out; the next is the fourth, the offer carries three."""
     bench = Bench()
     done = expected(prompt(20), 3)
     wanted = request("a", prompt(20), 5)
@@ -243,8 +242,10 @@ def bring_to(bench: Bench, station: str) -> Key:
 
 @pytest.mark.parametrize("station", STATIONS)
 @pytest.mark.parametrize("command", [Abort, Stop])
-def test_ended_by_command_at_every_station(station: str, command: type[Abort] | type[Stop]) -> None:
-    """BR-002, BR-003, BR-017: freed at once, answered, the decode worker told; again: the same answer."""
+def test_BR_002_BR_017_ended_by_command_at_every_station(
+    station: str, command: type[Abort] | type[Stop]
+) -> None:
+    """Freed at once, answered, the decode worker told; again: the same answer."""
     bench = Bench()
     key = bring_to(bench, station)
     message = Abort(*key, "client left") if command is Abort else Stop(*key)
@@ -260,8 +261,8 @@ def test_ended_by_command_at_every_station(station: str, command: type[Abort] | 
     bench.check_empty()
 
 
-def test_aborted_while_its_step_is_out() -> None:
-    """BR-006: one end, and the late result says nothing to anybody."""
+def test_BR_006_aborted_while_its_step_is_out() -> None:
+    """One end, and the late result says nothing to anybody."""
     bench = Bench()
     key = bench.dispatch(length=10)
     batch = bench.worker.schedule(0.1)
@@ -313,8 +314,8 @@ def test_who_calls_off_what_has_gone_to_another_is_answered_and_changes_nothing(
     bench.check_empty()
 
 
-def test_unknown_ids_are_answered() -> None:
-    """BR-010, BR-019: late messages are counted, commands answered."""
+def test_BR_010_BR_019_unknown_ids_are_answered() -> None:
+    """Late messages are counted, commands answered."""
     bench = Bench()
     key = request("nobody", prompt(1)).request_id, attempt()
     assert bench.hear(Abort(*key, "x")) == [Ended(*key, outcome="unknown")]

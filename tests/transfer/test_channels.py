@@ -150,7 +150,7 @@ def test_spoilt_bytes_are_refused_and_asked_for_again_twice(channel: str, times:
     run(story())
 
 
-def test_what_is_written_after_a_block_was_sent_never_arrives(channel: str) -> None:
+def test_BR_020_what_is_written_after_a_block_was_sent_never_arrives(channel: str) -> None:
     """Transfers are cancelled with their blocks on the way, and these are another request's at once."""
 
     async def story() -> None:
@@ -193,7 +193,7 @@ def test_what_is_written_after_a_block_was_sent_never_arrives(channel: str) -> N
     run(story())
 
 
-def test_a_late_writer_cannot_touch_a_block(channel: str) -> None:
+def test_BR_018_a_late_writer_cannot_touch_a_block(channel: str) -> None:
     async def story() -> None:
         async with two_ends(channel, 4) as (giver, taker):
             giver.give(R, [0, 1], taker.address)

@@ -118,7 +118,7 @@ def writing(fd: int) -> Iterator[None]:
             writer.kill()
 
 
-def test_what_passes_is_what_was_announced_while_the_source_changes() -> None:
+def test_BR_020_what_passes_is_what_was_announced_while_the_source_changes() -> None:
     """The copy is judged, not the source: another process writes that all the time."""
     size = 64 << 10
     fd = os.memfd_create("restless")

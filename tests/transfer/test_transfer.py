@@ -53,8 +53,8 @@ def test_story_blocks_move_while_later_chunks_compute() -> None:
 
 
 @pytest.mark.parametrize("hits", [1, 3, 4])
-def test_blocks_the_receiver_holds_are_not_sent(hits: int) -> None:
-    """BR-013: down to none at all, and the transfer completes all the same."""
+def test_BR_013_blocks_the_receiver_holds_are_not_sent(hits: int) -> None:
+    """Down to none at all, and the transfer completes all the same."""
     pair = Pair()
     pair.receiving.hits[R] = hits
     pair.whole(R, 4)
@@ -148,8 +148,8 @@ def test_a_repeated_handover_does_not_put_off_asking_for_a_lost_block() -> None:
     assert [e.message for e in effects] == [Nack(*R, (1,), "did not arrive")] and lost == []  # type: ignore[union-attr]
 
 
-def test_a_doubled_offer_after_the_end_is_called_back_at_once() -> None:
-    """BR-019: without an answer its blocks would stay reserved there until the receiver's limit."""
+def test_BR_019_a_doubled_offer_after_the_end_is_called_back_at_once() -> None:
+    """Without an answer its blocks would stay reserved there until the receiver's limit."""
     pair = Pair()
     pair.open(R, 3)
     pair.run(0.01)
@@ -206,8 +206,8 @@ def test_doubled_nacks_for_one_loss_count_once() -> None:
     assert len([e for e in sender.pump(0.2) if type(e).__name__ == "SendBlock"]) == 1
 
 
-def test_frames_of_nobodys_transfer_are_credited_and_dropped() -> None:
-    """BR-018: a late writer cannot touch a block."""
+def test_BR_018_frames_of_nobodys_transfer_are_credited_and_dropped() -> None:
+    """A late writer cannot touch a block."""
     receiver = TransferReceiver(block_bytes=100)
     stranger = Block(*key("other"), 0, 0, 0, 100)
     assert receiver.block(stranger, P, True, 0.0) is None
@@ -257,7 +257,7 @@ def bring_to(pair: Pair, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_cancelled_by_the_sender(phase: str) -> None:
+def test_BR_019_cancelled_by_the_sender(phase: str) -> None:
     pair = Pair()
     bring_to(pair, phase)
     pair.carry(pair.sender.cancel(R, "client left", pair.now))
@@ -396,8 +396,8 @@ def test_a_long_prompt_is_not_a_silent_peer() -> None:
     pair.check_settled()
 
 
-def test_the_receivers_limit_is_longer_than_the_senders() -> None:
-    """BR-001: held blocks have a deadline; the sender has given up before, so its next try meets a clean table."""
+def test_BR_001_the_receivers_limit_is_longer_than_the_senders() -> None:
+    """Held blocks have a deadline; the sender has given up before, so its next try meets a clean table."""
     pair = Pair()
     pair.open(R, 3)
     pair.run(0.01)
