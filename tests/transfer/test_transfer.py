@@ -477,7 +477,7 @@ def test_BR_032_what_was_under_way_to_a_peer_that_is_gone_fails_at_once(station:
     pair.drop = lambda message: False
     pair.whole(key("b"), 2, D1)
     effects, events = pair.sender.peer_gone(D.worker, pair.now)
-    assert events == [SendFailed(key("a"), "decode-0 cannot be reached")]
+    assert events == [SendFailed(key("a"), "unreachable", "decode-0 cannot be reached")]
     assert pair.sender.peer_gone(D.worker, pair.now) == ([], [])
     pair.carry(effects)
     pair.run(5.0)
