@@ -26,14 +26,79 @@ LEAVE_LIMIT_S = 40.0
 BF16_BLOCK_BYTES = 368_640  # 16 tokens, 30 layers, K and V, 3 heads of 64, two bytes each
 
 
-class Service:
+class Api:
+    """What tests ask a running service over HTTP, whoever started it. `url` is set once it is known."""
+
+    def __init__(self, key: str = "") -> None:
+        self.url = ""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(verify=False, trust_env=False, timeout=120, headers=headers)
+
+    def get(self, path: str) -> Any:
+        answer = self._client.get(self.url + path)
+        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
+        return answer.json()
+
+    def workers(self) -> list[dict[str, Any]]:
+        return cast(list[dict[str, Any]], self.get("/admin/workers"))
+
+    def worker(self, name: str) -> dict[str, Any]:
+        (row,) = [row for row in self.workers() if row["id"] == name]
+        return row
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        headers = {"content-type": "application/json"}
+        return self._client.post(self.url + path, content=content, headers=headers)
+
+    def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        """A text completion's only choice, greedy unless said otherwise, with its `id` and `usage`."""
+        answer = self.post("/v1/completions", completion(prompt, **fields))
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        return {**body["choices"][0], "id": body["id"], "usage": body["usage"]}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with these labels."""
+        text = self._client.get(self.url + "/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"kvferry_{name}" and labels.items() <= sample.labels.items()
+        )
+
+    def busy(self) -> dict[str, Any]:
+        """Everything that is not as in an idle service; empty when it is idle."""
+        found: dict[str, Any] = {}
+        for row in self.workers():
+            if row["state"] == "lost":
+                continue  # nobody knows what it has
+            if row["blocks_held"] or row["running"] or row["waiting"]:
+                found[row["id"]] = {key: row[key] for key in ("blocks_held", "running", "waiting")}
+            if row["blocks_free"] + row["blocks_cached"] + row["blocks_held"] != row["blocks_total"]:
+                found[f"{row['id']} blocks"] = row
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            if (value := self.metric(gauge)) != 0:
+                found[gauge] = value
+        return found
+
+    def until_idle(self, limit_s: float = 20.0) -> float:
+        """Seconds until every gauge and every block count is back; fails after `limit_s`."""
+        started = time.monotonic()
+        while busy := self.busy():
+            assert time.monotonic() - started < limit_s, f"still busy after {limit_s:g} s: {busy}"
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+
+class Service(Api):
     """Started and ready when made. `stop` asserts a clean end."""
 
     def __init__(self, log: Path, *flags: str) -> None:
         self._log = log
         self.key = _first_key(flags)
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        self._client = httpx.Client(verify=False, trust_env=False, timeout=120, headers=headers)
+        super().__init__(self.key)
         started = time.monotonic()
         with log.open("wb") as out:
             self.launcher = subprocess.Popen(
@@ -89,63 +154,6 @@ class Service:
             assert [pid for pid in before if alive(pid)] == []
         faults = [line for line in self.log().splitlines() if "Traceback" in line or "Error" in line]
         assert faults == [], self.log()
-
-    # ------------------------------------------------------------ asking
-
-    def get(self, path: str) -> Any:
-        answer = self._client.get(self.url + path)
-        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
-        return answer.json()
-
-    def workers(self) -> list[dict[str, Any]]:
-        return cast(list[dict[str, Any]], self.get("/admin/workers"))
-
-    def worker(self, name: str) -> dict[str, Any]:
-        (row,) = [row for row in self.workers() if row["id"] == name]
-        return row
-
-    def post(self, path: str, body: Any) -> httpx.Response:
-        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
-        headers = {"content-type": "application/json"}
-        return self._client.post(self.url + path, content=content, headers=headers)
-
-    def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
-        """A text completion's only choice, greedy unless said otherwise, with its `id` and `usage`."""
-        answer = self.post("/v1/completions", completion(prompt, **fields))
-        assert answer.status_code == 200, answer.text
-        body = answer.json()
-        return {**body["choices"][0], "id": body["id"], "usage": body["usage"]}
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples with these labels."""
-        text = self._client.get(self.url + "/metrics").text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == f"kvferry_{name}" and labels.items() <= sample.labels.items()
-        )
-
-    def busy(self) -> dict[str, Any]:
-        """Everything that is not as in an idle service; empty when it is idle."""
-        found: dict[str, Any] = {}
-        for row in self.workers():
-            if row["blocks_held"] or row["running"] or row["waiting"]:
-                found[row["id"]] = {key: row[key] for key in ("blocks_held", "running", "waiting")}
-            if row["blocks_free"] + row["blocks_cached"] + row["blocks_held"] != row["blocks_total"]:
-                found[f"{row['id']} blocks"] = row
-        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            if (value := self.metric(gauge)) != 0:
-                found[gauge] = value
-        return found
-
-    def until_idle(self, limit_s: float = 20.0) -> float:
-        """Seconds until every gauge and every block count is back; fails after `limit_s`."""
-        started = time.monotonic()
-        while busy := self.busy():
-            assert time.monotonic() - started < limit_s, f"still busy after {limit_s:g} s: {busy}"
-            time.sleep(0.02)
-        return time.monotonic() - started
 
 
 def _first_key(flags: Sequence[str]) -> str:
