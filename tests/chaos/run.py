@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import track
 
+from tests.chaos import real
+from tests.chaos.cells import REAL
 from tests.chaos.plan import SENSELESS, cells
 from tests.chaos.tables import Entry, tables
 from tests.chaos.virtual import run_cell
@@ -28,6 +30,10 @@ def main(only: str) -> int:
         console.print(tables("Virtual time, the pure objects", entries))
         console.print(f"{time.monotonic() - began_s:.0f} s")
         _say_senseless(console)
+    real_entries = list(_real(console, wanted))
+    if real_entries:
+        console.print(tables("Real processes, the default model", real_entries))
+    entries += real_entries
     if not entries:
         console.print(f"no cell is called so: {only}")
         return 2
@@ -51,6 +57,14 @@ def _virtual(console: Console, wanted: Sequence[str]) -> Iterator[Entry]:
             result.attempts > 1,
             "; ".join(result.wrong),
         )
+
+
+def _real(console: Console, wanted: Sequence[str]) -> Iterator[Entry]:
+    """A line for each, too: they take seconds, and say what a client saw of it."""
+    names = [name for name in REAL if is_wanted(name, wanted)]
+    for result in real.run(names) if names else ():
+        console.print(real.row(result), markup=False, highlight=False)
+        yield result.entry()
 
 
 def _say_senseless(console: Console) -> None:
