@@ -7,6 +7,7 @@ ones each time; what fails is printed as a program to paste into a test.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import pytest
@@ -57,6 +58,13 @@ class UnderWay(Generic[T]):
     def copy(self, which: int) -> T:
         """One of them arrives and is still under way: it comes again."""
         return self._items[which % len(self._items)]
+
+    def places(self, which: Callable[[T], bool]) -> list[int]:
+        """Where such messages stand, for `take` and `copy`."""
+        return [place for place, item in enumerate(self._items) if which(item)]
+
+    def lose_all(self, which: Callable[[T], bool]) -> None:
+        self._items = [item for item in self._items if not which(item)]
 
     def lose(self, which: int) -> None:
         del self._items[which % len(self._items)]

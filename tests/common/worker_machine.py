@@ -79,6 +79,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.model = model_for(self.core)
         self.out: Batch | None = None
         self.early: Seq[RowResult] | None = None
+        self.read: set[int] = set()  # blocks that the step which is out reads and writes
         self.ends: dict[Key, Ended] = {}
         self.newest = [1] * len(REQUESTS)
 
@@ -153,7 +154,7 @@ class WorkerMachine(RuleBasedStateMachine):
             batch = self.worker.schedule(self.now)
             if batch is not None:
                 self.check_batch(batch)
-                self.out = batch
+                self.out, self.read = batch, {block for seq in batch.rows for block in seq.blocks}
                 self.early = self.model.run(batch) if early else None
             self.turn()
 
@@ -174,7 +175,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     def finish(self, results: Seq[RowResult] | None = None) -> None:
         assert self.out is not None
-        batch, self.out = self.out, None
+        batch, self.out, self.read = self.out, None, set()
         results = results or self.early or self.model.run(batch)
         self.early = None
         self.carry(self.worker.finish(batch, results, 0.1, self.now))
@@ -245,8 +246,7 @@ class WorkerMachine(RuleBasedStateMachine):
             )
         slots = [seq.slot for seq in holders if seq.slot >= 0]
         assert len(set(slots)) == len(slots) and len(slots) + self.core.free_slots == SLOTS
-        for seq in out:
-            assert len(seq.blocks) >= self.core.blocks_for(seq.num_computed), "freed under a step"
+        assert self.read <= set(held), "freed under a step"
 
     @invariant()
     def one_attempt_of_each(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.effects import Effect, ToFront, ToWorker
 from common.lifecycle import Phase
@@ -108,6 +108,14 @@ class ClusterMachine(RuleBasedStateMachine):
         )
 
     # ------------------------------------------------------------ clients
+
+    @initialize(outs=st.lists(st.sampled_from((1, 5, 20)), max_size=3), rounds=st.integers(0, 3))
+    def begin(self, outs: list[int], rounds: int) -> None:
+        """Most histories begin with requests on their way."""
+        for out in outs:
+            self.submit(1, 60, out, None, 0)
+        for _ in range(rounds):
+            self._workers_go_on()
 
     @rule(
         choices=st.sampled_from((1, 1, 1, 3)),
@@ -228,25 +236,18 @@ class ClusterMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------ network, time, the coordinator itself
 
     @precondition(lambda self: self.under_way)
-    @rule(which=some)
-    def arrives(self, which: int) -> None:
-        self._arrive(self.under_way.take(which))
+    @rule(which=some, fate=st.sampled_from(("arrives", "arrives", "comes again later", "is lost")))
+    def one_message(self, which: int, fate: str) -> None:
+        if fate == "is lost":
+            self.under_way.lose(which)
+        else:
+            self._arrive(self.under_way.take(which) if fate == "arrives" else self.under_way.copy(which))
 
     @precondition(lambda self: self.under_way)
     @rule()
     def all_arrives(self) -> None:
         for _ in range(len(self.under_way)):
             self._arrive(self.under_way.take(0))
-
-    @precondition(lambda self: self.under_way)
-    @rule(which=some)
-    def arrives_and_comes_again(self, which: int) -> None:
-        self._arrive(self.under_way.copy(which))
-
-    @precondition(lambda self: self.under_way)
-    @rule(which=some)
-    def is_lost(self, which: int) -> None:
-        self.under_way.lose(which)
 
     @rule(seconds=st.sampled_from((0.1, 0.6, 1.1, 2.6, 4.0, 61.0)))
     def wait(self, seconds: float) -> None:
@@ -392,6 +393,13 @@ class ClusterMachine(RuleBasedStateMachine):
     def _draining(self) -> list[str]:
         return [str(worker.id) for worker in self.cluster.registry.all() if worker.draining]
 
+    def _workers_go_on(self) -> None:
+        """What is under way arrives, and everybody does a step of all that it holds."""
+        self.all_arrives()
+        for name, worker in self.workers.items():
+            for index in range(len(worker.held)):
+                self.worker_goes_on(name, index, 1)
+
     def _let_all_flow(self, within_s: float) -> None:
         begins = self.now
         while self.now < begins + within_s:
@@ -400,12 +408,9 @@ class ClusterMachine(RuleBasedStateMachine):
                     self.worker_restarts(name)  # it has left as it was told to
                 self.worker_beats(name)
             for _ in range(40):
-                for name, worker in self.workers.items():
-                    for index in range(len(worker.held)):
-                        self.worker_goes_on(name, index, 1)
+                self._workers_go_on()
                 if not len(self.under_way):
                     break
-                self.all_arrives()
             self.tokens_come_once_and_in_their_place()
             self.what_is_open_is_tracked()
             busy = len(self.front) or any(worker.held for worker in self.workers.values())

@@ -7,7 +7,7 @@ run out. At the end of each history the prefill workers are honest: everything m
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from bench.virtual_model import continuation
 from common.batching import Batch, Sequence
@@ -62,6 +62,19 @@ class DecodeMachine(WorkerMachine):
 
     # ------------------------------------------------------------ what it hears
 
+    @initialize(
+        given=st.lists(numbers, max_size=4, unique=True), rest=st.lists(numbers, max_size=2, unique=True)
+    )
+    def begin(self, given: list[int], rest: list[int]) -> None:
+        """Most histories begin with transfers, some of them whole, and prompts to compute here."""
+        for which, number in enumerate(given):
+            self.offer(number, 0, P)
+            if self.offered and number % 2:
+                self.some_frames(which, 13)
+                self.hand_over(which, False)
+        for number in rest:
+            self.decode(number, 1)
+
     @rule(number=numbers, ahead=steps_ahead)
     def decode(self, number: int, ahead: int) -> None:
         """An attempt goes to one pair: no worker is told to compute what another one offers it. Even ones are."""
@@ -102,9 +115,10 @@ class DecodeMachine(WorkerMachine):
         place = self.node.place(header, sender)
         assert place is None or (reserved is not None and reserved.blocks[index] == place)
         assert place is None or self.core.pool._holders[place] == 1, "a block that others read is written"
-        if self.node.block(header, sender, good, self.now) is not None:
-            assert place is not None
-            self.model.content[place] = tokens_before(key)[index * BLOCK : (index + 1) * BLOCK]
+        if place is not None:  # the bytes are there before they are checked, as in the real loop
+            content = tokens_before(key)[index * BLOCK : (index + 1) * BLOCK]
+            self.model.content[place] = content if good else [-1] * len(content)
+        self.node.block(header, sender, good, self.now)
         self.turn()
 
     @precondition(lambda self: self.offered)

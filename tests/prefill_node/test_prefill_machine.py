@@ -7,7 +7,7 @@ fresh prompt must go through.
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from common.batching import Sequence
 from common.effects import Effect, SendBlock, ToReceiver
@@ -77,6 +77,13 @@ class PrefillMachine(WorkerMachine):
         return self.node._scheduler.sequences()
 
     # ------------------------------------------------------------ commands
+
+    @initialize(given=st.lists(numbers, max_size=4, unique=True), whose=targets)
+    def begin(self, given: list[int], whose: PeerAddress) -> None:
+        """Most histories begin with prompts to compute."""
+        for number in given:
+            self.prefill(number, 0, whose)
+        self.step()
 
     @rule(number=numbers, ahead=steps_ahead, who=targets)
     def prefill(self, number: int, ahead: int, who: PeerAddress) -> None:

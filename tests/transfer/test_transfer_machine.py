@@ -10,18 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.blocks import BlockPool
 from common.effects import Effect, SendBlock, ToReceiver, ToSender
 from common.messages import (
     AboutRequest,
+    Accept,
     Block,
     Cancel,
     Cancelled,
+    Credit,
     Delivered,
     Handover,
     Later,
+    Nack,
     Offer,
     PeerAddress,
     Refused,
@@ -39,8 +42,9 @@ P = WorkerId("prefill-0")
 NAMES = (WorkerId("decode-0"), WorkerId("decode-1"))
 POOL = 14  # blocks: less than two of the longest transfers
 LONGEST = 8
-WINDOW = 3  # frames: less than a prompt
+WINDOW = 2  # frames: less than a prompt
 LIMITS_S = 240.0  # patience and silence of a sender, then of a receiver
+RECOVERS_WITHIN_S = 6.0
 Content = tuple[Key, int]
 """What a block holds: the KV of block `index` of a transfer."""
 
@@ -54,6 +58,7 @@ class Offering:
         self.sender = TransferSender(block_bytes=BLOCK_BYTES, window_bytes=WINDOW * BLOCK_BYTES)
         self.held: dict[Key, list[int]] = {}
         self.computed: dict[Key, int] = {}
+        self.target: dict[Key, WorkerId] = {}
 
     def compute(self, which: Key, count: int) -> None:
         blocks, done = self.held[which], self.computed[which]
@@ -63,7 +68,7 @@ class Offering:
 
     def over(self, which: Key) -> None:
         blocks = self.held.pop(which)
-        del self.computed[which]
+        del self.computed[which], self.target[which]
         self.pool.release(blocks)
         for block in blocks:
             self.content[block] = None
@@ -117,12 +122,13 @@ class Taking:
         return self.receiver.accept(offer.key, P, blocks, 0, count, now)
 
     def frame(self, header: Block, content: Content, good: bool, now: float) -> list[Effect]:
+        """The bytes are put where they belong before they are checked, as by a real one."""
+        place = self.receiver.place(header, P)
+        if place is not None:
+            assert self.reserved[header.key][header.index] == place, "not the block that is reserved for it"
+            self.content[place] = content if good else None
         effects = [] if good else self.receiver.nack(header, P, "checksum")
-        block = self.receiver.block(header, P, good, now)
-        if block is not None:
-            assert block in self.reserved[header.key], "a block that is not reserved for it is written"
-            assert good and content == (header.key, header.index), "a frame goes into another block's place"
-            self.content[block] = content
+        assert self.receiver.block(header, P, good, now) == (place if good else None)
         return effects
 
     def turn(self, now: float) -> list[Effect]:
@@ -169,6 +175,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.delivered: set[Key] = set()  # at any life of any decode worker
         self.over: set[Key] = set()  # ended at the sender
         self.opened = 0
+        self.births = 1  # of processes after the first ones: few, else nothing gets far
+        self.flows_since = float("inf")  # nothing is lost any more
 
     def _born(self, name: WorkerId) -> Taking:
         self.lives[name] += 1
@@ -177,6 +185,13 @@ class TransferMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what the prefill worker does
 
+    @initialize(sizes=st.lists(st.integers(2, LONGEST), min_size=1, max_size=3), rounds=st.integers(0, 2))
+    def begin(self, sizes: list[int], rounds: int) -> None:
+        """Most histories begin with transfers under way."""
+        for number, blocks in enumerate(sizes):
+            self.open(blocks, NAMES[number % 2])
+        self.all_goes_well_for_a_while(rounds)
+
     @rule(blocks=st.integers(1, LONGEST), to=st.sampled_from(NAMES))
     def open(self, blocks: int, to: WorkerId) -> None:
         taken = self.p.pool.allocate(blocks)
@@ -184,7 +199,7 @@ class TransferMachine(RuleBasedStateMachine):
             return
         self.opened += 1
         which = key(f"r{self.opened}")
-        self.p.held[which], self.p.computed[which] = taken, 0
+        self.p.held[which], self.p.computed[which], self.p.target[which] = taken, 0, to
         self._carry(self.p.sender.open(offer_of(which, blocks), self.ends[to].address, taken, self.now), P)
         self._turn()
 
@@ -213,10 +228,14 @@ class TransferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.p.held)
     @rule(number=st.integers(0, 9), to=st.sampled_from(NAMES))
     def rebind(self, number: int, to: WorkerId) -> None:
-        self._carry(self.p.sender.rebind(self._open_one(number), self.ends[to].address, self.now), P)
+        which = self._open_one(number)
+        self.p.target[which] = to
+        self._carry(self.p.sender.rebind(which, self.ends[to].address, self.now), P)
 
+    @precondition(lambda self: self.opened > 5 * self.births)
     @rule()
     def prefill_worker_restarts(self) -> None:
+        self.births += 1
         self.p = Offering()
 
     # ------------------------------------------------------------ what the decode workers do
@@ -235,38 +254,48 @@ class TransferMachine(RuleBasedStateMachine):
         if end.running:
             end.pool.release(end.running.pop(next(iter(end.running))))
 
+    @precondition(lambda self: self.opened > 5 * self.births)
     @rule(name=st.sampled_from(NAMES))
     def decode_worker_restarts(self, name: WorkerId) -> None:
+        self.births += 1
         self.ends[name] = self._born(name)
 
     # ------------------------------------------------------------ network and time
 
-    @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 30))
-    def arrives(self, which: int) -> None:
-        self._arrive(self.under_way.take(which))
+    @rule(rounds=st.integers(1, 4))
+    def all_goes_well_for_a_while(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for _ in range(len(self.under_way)):
+                self._arrive(self.under_way.take(0))
+            for which in list(self.p.held):
+                if self.p.computed.get(which, LONGEST) < len(self.p.held[which]):
+                    self._compute(which, 2)
 
     @precondition(lambda self: self.under_way)
-    @rule()
-    def all_that_is_under_way_arrives(self) -> None:
-        for _ in range(len(self.under_way)):
-            self._arrive(self.under_way.take(0))
+    @rule(
+        which=st.integers(0, 30), fate=st.sampled_from(("arrives", "arrives", "comes again later", "is lost"))
+    )
+    def one_message(self, which: int, fate: str) -> None:
+        if fate == "is lost":
+            self.under_way.lose(which)
+        else:
+            self._arrive(self.under_way.take(which) if fate == "arrives" else self.under_way.copy(which))
 
     @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 30))
-    def arrives_and_comes_again(self, which: int) -> None:
-        self._arrive(self.under_way.copy(which))
+    @rule(kind=st.sampled_from((Frame, Credit, Accept, Nack, Delivered, Handover, Cancel)))
+    def all_of_a_kind_are_lost(self, kind: type[object]) -> None:
+        self.under_way.lose_all(lambda item: isinstance(item[2], kind))
 
     @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 30))
-    def is_lost(self, which: int) -> None:
-        self.under_way.lose(which)
-
-    @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 30))
-    def is_corrupted(self, which: int) -> None:
-        item = self.under_way.take(which)
-        self._arrive(item, good=not isinstance(item[2], Frame))
+    @rule(which=st.integers(0, 30), came_before=st.booleans())
+    def is_corrupted(self, which: int, came_before: bool) -> None:
+        """`came_before`: it came whole, then comes again."""
+        frames = self.under_way.places(lambda item: isinstance(item[2], Frame))
+        if frames:
+            frame = self.under_way.take(frames[which % len(frames)])
+            if came_before:
+                self._arrive(frame)
+            self._arrive(frame, good=False)
 
     @rule(seconds=st.sampled_from((0.01, 0.2, 1.0, 2.5, 10.0, 31.0, 46.0)))
     def wait(self, seconds: float) -> None:
@@ -284,6 +313,7 @@ class TransferMachine(RuleBasedStateMachine):
             assert isinstance(what, AboutRequest)
             effects, events = self.p.sender.receive(what, sender, self.now)
             self._carry(effects, P)
+            assert not events or self.p.target[events[0].key] == sender, "another worker's word ends it"
             self._events(events)
         elif isinstance(what, Frame):
             self._carry(self.ends[to].frame(what.header, what.content, good, self.now), to)
@@ -304,6 +334,8 @@ class TransferMachine(RuleBasedStateMachine):
         for event in events:
             if isinstance(event, Sent):
                 assert event.key in self.delivered, "said to be delivered, and nobody has it"
+            elif self.now > self.flows_since + RECOVERS_WITHIN_S:
+                assert "no progress" not in event.reason, "it stands still though messages flow"
             self._ended(event.key)
 
     def _ended(self, which: Key) -> None:
@@ -334,6 +366,7 @@ class TransferMachine(RuleBasedStateMachine):
             end.check()
 
     def teardown(self) -> None:
+        self.flows_since = self.now
         self._let_all_flow(LIMITS_S)
         assert self.p.sender.settled and self.p.pool.held == 0, f"open: {list(self.p.held)}"
         for name, end in self.ends.items():
