@@ -219,11 +219,12 @@ class Cluster:
         if before is not None and not before.lost and before.incarnation > sender.incarnation:
             self._late(message)  # incarnations rise: this life is over, and must not put out the present one
             return [ToWorker(worker_id, name_taken(before, sender))]
-        if before is not None and not before.lost and before.incarnation != sender.incarnation:
+        answer = self.registry.register(message, sender, now)  # who is refused puts out nobody either
+        self._note_registration(worker_id, message, answer)
+        taken = isinstance(answer, Registered) and before is not None and not before.lost
+        if taken and before is not None and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
             effects += self._departures.lost(before, "was restarted", now)
-        answer = self.registry.register(message, sender, now)
-        self._note_registration(worker_id, message, answer)
         self._dispatcher.room_made = True
         return [*effects, ToWorker(worker_id, answer)]
 

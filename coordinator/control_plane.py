@@ -299,8 +299,9 @@ class ControlPlane:
 
     def _take_tokens(self, tokens: Tokens, sender: Sender) -> None:
         if not self._knows(sender):
-            self._cluster.counters.add("late_messages_total", kind="Tokens")
+            self._front.late_rows += len(tokens.rows) + len(tokens.prompts)
             return
+        tokens = self._of_holder(tokens, WorkerId(sender.name))
         now = time.monotonic()
         deltas, heard = self._front.accept(tokens, sender.name, sender.incarnation, now)
         for delta in deltas:
@@ -312,6 +313,14 @@ class ControlPlane:
             if delta.finish is not None:
                 self._forget(delta.id)
         self._tell_cluster(heard, now)
+
+    def _of_holder(self, tokens: Tokens, worker: WorkerId) -> Tokens:
+        """Without what is not this worker's to say."""
+        may_come_from = self._cluster.tracker.may_come_from
+        rows = tuple(row for row in tokens.rows if may_come_from(worker, (row.id, row.attempt)))
+        prompts = tuple(row for row in tokens.prompts if may_come_from(worker, (row.id, row.attempt)))
+        self._front.late_rows += len(tokens.rows) - len(rows) + len(tokens.prompts) - len(prompts)
+        return Tokens(tokens.seq, rows, prompts)
 
     def _tell_cluster(self, heard: list[Message], now: float) -> None:
         effects: list[Effect] = []

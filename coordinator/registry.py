@@ -148,9 +148,12 @@ class Registry:
 
     def _refusal(self, card: Register, worker_id: WorkerId) -> RegistrationRefused | None:
         theirs = card.fingerprint
-        if worker_id not in self._workers and len(self.live()) >= self._max_workers:
+        others = [
+            worker for worker in self.live() if worker.id != worker_id
+        ]  # its last life is over if this is taken
+        if len(others) >= self._max_workers:
             return RegistrationRefused("number of workers", str(self._max_workers), "one more")
-        for live in self.live():
+        for live in others:
             difference = first_difference(live.card.fingerprint, theirs)
             if difference is not None:
                 name, our_value, their_value = difference
@@ -159,7 +162,7 @@ class Registry:
             return RegistrationRefused("tokenizer", self._tokenizer_hash, str(theirs.get("tokenizer")))
         if self._vocab_size is not None and theirs.get("vocab_size") != self._vocab_size:
             return RegistrationRefused("vocab_size", str(self._vocab_size), str(theirs.get("vocab_size")))
-        for other in self.live():
+        for other in others:
             if other.role != card.role and not set(other.card.channels) & set(card.channels):
                 return RegistrationRefused(
                     "transfer", " or ".join(other.card.channels), " or ".join(card.channels)

@@ -108,6 +108,12 @@ class Tracker:
         tracked = self._live.get(key[0])
         return tracked if tracked is not None and tracked.attempt == key[1] else None
 
+    def may_come_from(self, worker: WorkerId, key: Key) -> bool:
+        """Whether tokens of this attempt are its holder's. What earlier attempts still say the present one says too; of
+        who is not live nobody takes anything."""
+        tracked = self._live.get(key[0])
+        return tracked is None or (tracked.attempt == key[1] and worker in (tracked.prefill, tracked.decode))
+
     def all(self) -> list[Tracked]:
         return list(self._live.values())
 

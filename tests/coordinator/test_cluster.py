@@ -614,3 +614,28 @@ def test_ended_requests_keep_numbers_not_prompts() -> None:
     assert kept.request.prompt_ids == b"" and kept.outputs == []
     timeline = bench.cluster.timeline(A, bench.now)
     assert timeline is not None and (timeline["prompt_tokens"], timeline["output_tokens"]) == (20, 1)
+
+
+def test_who_is_refused_puts_nobody_out() -> None:
+    """Somebody under a worker's name, as its next life, whose registration is not taken."""
+    bench = ClusterBench("d0")
+    bench.submit(request("a"))
+    ((_, answer),) = [
+        told for told in bench.say("d0", card("d0", 2, tokenizer="another"), 2) if told[0] == "d0"
+    ]
+    assert isinstance(answer, RegistrationRefused)
+    worker = bench.cluster.registry.get(WorkerId("d0"))
+    assert worker is not None and worker.incarnation == 1 and not worker.lost
+    assert bench.cluster.counters.total("workers_lost_total") == 0
+
+
+def test_tokens_are_their_holders_to_say() -> None:
+    bench = ClusterBench("d0", "d1")
+    ((holder, command),) = bench.submit(request("a"))
+    assert isinstance(command, Decode)
+    other = WorkerId("d1" if holder == "d0" else "d0")
+    may_come_from = bench.cluster.tracker.may_come_from
+    assert may_come_from(WorkerId(holder), command.key)
+    assert not may_come_from(other, command.key)
+    assert not may_come_from(WorkerId(holder), (command.id, Attempt(command.attempt + 1)))
+    assert may_come_from(other, (RequestId("ended"), Attempt(1))), "the front drops those itself"

@@ -20,10 +20,21 @@ import zmq.asyncio
 import transfer.links
 import transfer.presence
 from common.counters import Counters
-from common.messages import Block, Cancel, Delivered, Drain, Message, PeerAddress, Sender
-from common.request import Attempt, Incarnation, RequestId
+from common.messages import (
+    Abort,
+    Block,
+    Cancel,
+    Delivered,
+    Drain,
+    Message,
+    PeerAddress,
+    Refused,
+    Sender,
+)
+from common.request import Attempt, Incarnation, RequestId, WorkerId
 from common.wire import encode
 from tests.transfer.bare_pool import BarePool
+from tests.transfer.pair import offer_of
 from transfer.inbox import identity
 from transfer.links import Links, peer_of
 from transfer.tcp import TcpReceiving, TcpSending
@@ -269,5 +280,78 @@ def test_garbage_on_every_socket_is_counted_and_nothing_else() -> None:
             p.links.to_receiver(d.address, CANCEL)
             await until(lambda: d.heard)
             assert d.heard == [(CANCEL, "prefill-0")]
+
+    run(story())
+
+
+def test_commands_and_answers_are_taken_from_where_they_belong_only() -> None:
+    """On the socket for peers nobody commands; and another life of a sender, or another peer, is another one."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0", "decode-1") as (_, _, (p, d, other)):
+            context = zmq.asyncio.Context()
+            twin = Sender("prefill-0", Incarnation(2))
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, identity(twin))
+            socket.connect(d.address.control)
+            await socket.send(encode(Abort(*KEY, "a stranger's wish"), twin))
+            await socket.send(encode(CANCEL, twin))
+            await until(lambda: d.heard)
+            assert d.heard == [(CANCEL, "prefill-0")]
+            assert d.links._counters.values["protocol_violations_total"] == 1
+            assert peer_of(twin) != peer_of(p.me), "what one life of it began, another does not end"
+
+            p.links.to_receiver(other.address, CANCEL)
+            await until(lambda: other.heard)
+            other.links.me = d.me  # it speaks as another
+            other.links.to_sender(peer_of(p.me), Delivered(*KEY))
+            await until(lambda: p.links._counters.values.get("protocol_violations_total"))
+            assert p.heard == []
+            context.destroy(linger=0)
+
+    run(story())
+
+
+def test_a_peer_whose_address_is_none_is_refused_at_once() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0") as (_, _, (p,)):
+            nowhere = PeerAddress(WorkerId("x"), Incarnation(1), "tcp://127.0.0.1:1", "tcp://*:5")
+            offer = offer_of(KEY, 1)
+            p.links.to_receiver(nowhere, offer)
+            await until(lambda: p.heard)
+            assert isinstance(p.heard[0][0], Refused) and p.links._ways == {}
+
+    run(story())
+
+
+def test_ways_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.links, "MAX_WAYS", 3)
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0") as (_, _, (p,)):
+            for number in range(10):
+                name = WorkerId(f"d{number}")
+                target = PeerAddress(name, Incarnation(1), "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+                p.links.to_receiver(target, CANCEL)
+            assert list(p.links._ways) == ["d7", "d8", "d9"]
+
+    run(story())
+
+
+def test_a_link_that_is_never_empty_leaves_the_loop_its_turns() -> None:
+    """Blocks come faster than they are taken; a timer beside them is late by a few turns, not by the whole queue."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            for _ in range(400):
+                p.links.send_block(d.address, KEY, 3, 2)
+            await until(lambda: d.blocks)
+            d.links._receiving["tcp"].take = lambda *block: time.sleep(0.002)  # type: ignore[method-assign]
+            loop, late_s = asyncio.get_running_loop(), 0.0
+            for _ in range(10):
+                began = loop.time()
+                await asyncio.sleep(0.001)
+                late_s = max(late_s, loop.time() - began - 0.001)
+            assert late_s < 0.1
 
     run(story())
