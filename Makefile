@@ -14,6 +14,9 @@ MACHINES ?= 50
 # Path or name of a Python >= 3.11, if the first one found is not the wanted one.
 PYTHON ?=
 PYTEST_ARGS ?=
+# Messages at each socket, and seconds.
+FUZZ ?= 100000
+SOAK ?= 600
 # Some of the clients of `make clients`, or parts of names of cells of `make chaos`; all where nothing is said.
 ONLY ?=
 TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
@@ -24,7 +27,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test machines chaos clients lint format clean
+.PHONY: help serve test machines chaos fuzz soak clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +36,8 @@ help:
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
 	@echo 'make machines the state machines of make test, over 50 times as many histories, new ones each time (MACHINES=50)'
 	@echo 'make chaos    every phase of a request meets every fault (ONLY="decoding / SIGKILL, message lost" for some)'
+	@echo 'make fuzz     100,000 mutated messages at every socket between processes (FUZZ=100000)'
+	@echo 'make soak     mixed load, aborts and kills for ten minutes, with what grew meanwhile (SOAK=600)'
 	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   lets ruff lay out the code'
@@ -58,6 +63,12 @@ machines: $(VENV)/.ready-to-test
 
 chaos: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.chaos.run '$(ONLY)'
+
+fuzz: $(VENV)/.ready-to-test
+	@$(RUN) -m tests.fuzz.run $(FUZZ)
+
+soak: $(VENV)/.ready-to-test
+	@$(RUN) -m tests.soak.run $(SOAK)
 
 clients: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.clients.run $(ONLY)

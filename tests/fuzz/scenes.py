@@ -43,7 +43,7 @@ from tests.transfer.pair import BLOCK_SIZE
 from tests.transfer.test_worker_loop import NoGrammars
 from transfer.inbox import identity
 from transfer.links import Links
-from transfer.worker_loop import WorkerLoop
+from transfer.worker_loop import Step, WorkerLoop
 
 BLOCK = 1024
 BLOCKS = 128
@@ -184,6 +184,7 @@ class HonestCoordinator:
         self._front = self._context.socket(zmq.PULL)
         self._fronts = {str(FRONT): f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"}
         self.wanted: set[Key] = set()
+        self.wants_all = False
         self.tokens: dict[Key, list[int]] = {}
         self.ended: set[Key] = set()
         self.load: Heartbeat | None = None
@@ -205,6 +206,7 @@ class HonestCoordinator:
             elif isinstance(message, Heartbeat):
                 self.load = message
                 unwanted = tuple((i, a) for i, a, _ in message.live if (i, a) not in self.wanted)
+                unwanted = () if self.wants_all else unwanted
                 self.say(sender, HeartbeatAck(known=True, abort=unwanted))
 
     async def _read_tokens(self) -> None:
@@ -226,7 +228,7 @@ class HonestCoordinator:
 
 @asynccontextmanager
 async def worker_running(
-    coordinator: HonestCoordinator, node: Any, links: Links, pool: Any, me: Sender
+    coordinator: HonestCoordinator, node: Any, links: Links, pool: Any, me: Sender, run: Step = step
 ) -> AsyncIterator[WorkerLoop]:
     """A worker's loop with real sockets, up to its stop."""
     loop = WorkerLoop(node, step, NoGrammars(), cast(Any, pool), links, card_of(me), shutdown_timeout_s=1.0)
