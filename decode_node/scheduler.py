@@ -14,7 +14,13 @@ between steps. The rules, in the order in which `schedule` applies them:
 New transfers are accepted only while nobody preempted waits, a slot will be free, and the reservation leaves
 one block for each running sequence (the watermark). Local prefills, preempted ones included, keep the same
 watermark: without it the last sequence is put out, starts again with what it gave back, and is put out again. A
-transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is kept for it, as long as it asks.
+transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is kept for it, as long as it asks. So
+may the first local prefill that finds no room; then no transfer is accepted until it has started.
+
+Why no deadlock: by rule 1 the first by (class, arrival) of those that compute always gets its block, from the others
+if need be, and it fits alone; so it ends, and then the next is the first. Whoever waits for room (delivered without a
+slot, preempted, local, offered) waits for those, or for a transfer under way, whose prompt is computed elsewhere with
+blocks of its own. Those that wait for a reservation hold no block. The whole picture: `common/lifecycle.py`.
 """
 
 from __future__ import annotations
@@ -66,6 +72,7 @@ class DecodeScheduler:
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
         self._passed_over: dict[Key, _PassedOver] = {}
+        self._local_passes = 0  # transfers accepted since the first local prefill found no room
         # What the last `schedule` did that others must hear of; the caller clears both.
         self.revoked: list[Key] = []  # reservations given up
         self.started: list[Sequence] = []  # first local chunk is about to run
@@ -115,6 +122,8 @@ class DecodeScheduler:
     def add(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence:
         """Takes a request to prefill here and decode."""
         seq = self._new(request, attempt, output_ids, Phase.QUEUED, now)
+        if not self._waiting:
+            self._local_passes = 0
         insort(self._waiting, seq, key=_by_order)
         return seq
 
@@ -129,14 +138,17 @@ class DecodeScheduler:
         self._passed_over.pop(seq.key, None)
         for asked in self._passed_over.values():
             asked.passes += 1
+        self._local_passes += bool(self._waiting)
         self._seqs[seq.key] = self._reserved[seq.key] = seq
         return seq
 
     def _may_reserve(self, key: Key, now: float) -> bool:
-        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
-            return False
         for other in [k for k, asked in self._passed_over.items() if now - asked.at > ASKS_FOR_S]:
             del self._passed_over[other]
+        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
+            return False
+        if self._waiting and self._local_passes >= MAX_PASSES:
+            return False
         first = next((k for k, asked in self._passed_over.items() if asked.passes >= MAX_PASSES), key)
         return first == key
 
@@ -241,6 +253,7 @@ class DecodeScheduler:
             self._core.place(seq)
             if seq.preemptions == 0:
                 self.started.append(seq)
+                self._local_passes = 0
             seq.life.move(Phase.PREFILLING, now)
             insort(self._prefilling, seq, key=_by_order)
 

@@ -429,3 +429,27 @@ def test_what_a_recompute_finds_again_is_not_reported_as_cached() -> None:
     assert any(seq.preemptions for seq in seqs)
     assert [seq.cached_tokens for seq in seqs] == [0, 0, 0]
     bench.check_exact_and_empty()
+
+
+def test_a_local_prefill_is_not_passed_by_transfers_for_ever() -> None:
+    """It needs most of the pool, of which transfers that come and go always hold some: after MAX_PASSES of them no
+    more are accepted, what is here ends, and it starts. Then transfers are accepted again."""
+    bench = Bench(num_blocks=20, max_num_seqs=64)
+    before: Key | None = bench.transferred("t", prompt(30, 9000), max_tokens=400)
+    large = bench.add("large", prompt(60, 5000), max_tokens=1)
+    taken = 0
+    for number in range(MAX_PASSES + 10):
+        bench.step()
+        after = bench.reserve(f"t{number}", prompt(30, 100 * number))
+        if before is not None:
+            bench.scheduler.end(before, Phase.ABORTED, bench.now)
+        if after is not None:
+            bench.deliver(after)
+            taken += 1
+        before = after
+    assert taken >= MAX_PASSES, "it is passed, for a while"
+    assert len(bench.answers[large]) == 1, "it never starts"
+    assert bench.reserve("again", prompt(30)) is not None
+    for key in bench.scheduler.keys():
+        bench.scheduler.end(key, Phase.ABORTED, bench.now)
+    check_whole(bench.core)
