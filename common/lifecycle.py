@@ -3,6 +3,27 @@
 Each process keeps its own view of a request and advances it by the same table; the stamps of the moves are the
 latency metrics (a duration is always taken inside one process). The owner of a phase is the process that holds
 the request, not a role. `python -m common.lifecycle` prints both tables as they stand in the README.
+
+Why no deadlock. What each phase may have to wait for; a line names only lines above it, so there is no circle:
+
+    PREFILLING at a prefill worker  nothing: slot and blocks for the whole prompt are its own before its first chunk,
+                                    and no decode worker is asked for anything in order to compute
+    PREFILLING, DECODING at a       nothing, for the first by (class, arrival): a next block is taken from a transfer
+      decode worker                 not yet delivered, then from the last; one full-length request fits alone
+    accepted transfer               its own prompt's PREFILLING, and frames of which the prefill worker has all
+    DECODE_READY                    a slot: somebody's DECODING or PREFILLING at the same worker
+    PREEMPTED, QUEUED at a          slot, and blocks for all of it: whatever above holds some of this worker's.
+      decode worker                 Meanwhile no transfer is accepted there that could keep a preempted one out
+    KV_READY, an offered transfer   room at a decode worker for all of it: whatever above holds some of that one's
+    QUEUED at a prefill worker      slot, and blocks for all of it: PREFILLING or KV_READY at the same worker
+    WAITING                         room by the coordinator's account of a pair: whatever above it is counted for
+
+A request that cannot have all it asks for takes nothing while it waits, so that no two can each hold half. A process
+never waits for another one's loop: sends do not block, and what matters is said again. Who waits for another process
+(transfers, offered or accepted, and WAITING) does so up to a limit; the rest wait for work of their own worker, and one
+that hangs or dies is given up by the coordinator. That such work does not go on for ever past one that waits is
+fairness: of its class a bounded number of smaller ones pass it, then room is kept.
+The tests that try: `tests/bench/test_deadlock.py`, and the state machines (`make machines`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 The rule of the queue: in order, and one without room lets a few behind it pass, so that a long prompt does not
 idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. A dispatch is a command,
 said again by the cluster until a worker has answered it.
+
+Why no deadlock: a request waits here before it counts at any worker, and is given to both of a pair at once or to
+none; a follower is held only for its leader, which is never held. Shares are given back when a prompt is computed, when
+an attempt is taken back and when a request ends, never by a message from a worker that may have died. The account is
+there for order, not for safety: workers must not hang if it is wrong. The whole picture: `common/lifecycle.py`.
 """
 
 from __future__ import annotations

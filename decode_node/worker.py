@@ -12,7 +12,8 @@ Stations of a request here, each ended by one line of this file:
 Why no deadlock: a running sequence needs nothing but blocks of this pool, and takes them from transfers not yet
 delivered and from later sequences until it is alone; one full-length request always fits alone (checked at
 registration). So the first by (class, arrival) always finishes, and what waits for room here gets it. The prefill
-worker holds its blocks meanwhile, and nobody here waits for those except a transfer, which has a limit.
+worker holds its blocks meanwhile, and nobody here waits for those except a transfer, which has a limit. The whole
+picture: common/lifecycle.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ blocks); order is class, then arrival; chunks are packed in that order until the
 prompt that does not fit the free blocks lets smaller ones behind it pass, until `MAX_PASSES` have: from then on
 nobody overtakes it. Computed prompts keep their blocks, but no slot, until the transfer says that they were
 delivered or are not wanted any more.
+
+Why no deadlock: a prompt waits here before it holds anything, and once it holds its blocks it waits for nothing. So
+blocks are held by prompts that are being computed, which takes so many steps, or by computed ones, which leave when a
+decode worker has room or a limit of the transfer passes. Reserved chunk by chunk, two prompts could each hold half of
+the pool and want the other half. The whole picture: `common/lifecycle.py`.
 """
 
 from __future__ import annotations

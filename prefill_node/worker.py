@@ -10,7 +10,8 @@ Stations of a request here, each ended by one line of this file:
 
 Why no deadlock: this worker never waits for a decode worker in order to compute; it only stops admitting prompts
 when its blocks are held by finished ones, and those leave when a decode worker accepts. A decode worker's running
-requests never need anything from here, so it always comes to accept (see decode_node/worker.py).
+requests never need anything from here, so it always comes to accept (see decode_node/worker.py, and for the whole
+picture common/lifecycle.py).
 """
 
 from __future__ import annotations

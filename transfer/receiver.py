@@ -8,6 +8,10 @@
 The limit here is longer than the sender's, so the sender gives up first and its retry meets a clean table. A
 frame for anything but a live transfer from its own sender is consumed, credited and dropped: a late writer
 cannot touch a block, because only this worker writes its pool.
+
+Why no deadlock: a transfer is accepted with all of its blocks or not at all, so none fills this pool part-way and then
+waits for another to leave it; and what it waits for, its prompt's computing, waits for nothing here. Consumed frames
+are credited whatever else this worker has to do. The whole picture: `common/lifecycle.py`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ progress for `patience_s` in all: no wait is without a limit.
 Bytes in flight are counted per peer as a set of frames, cleared by Credit, Nack, Delivered and the end of a
 transfer; when a transfer has had no answer for two `retry_s` its frames leave the window, so a lost Credit cannot
 shrink it for ever. They are not sent again on a guess: the peer names what is missing once it has the hand-over.
+Why no deadlock: the window, smaller than a prompt, is only ever filled by frames that were sent, never by ones that are
+still to be computed. The prompt's blocks wait here for the peer's room and for nothing else (`common/lifecycle.py`).
 
 How a block's bytes get there is the channel's affair (`channel.py`). Some copy it when it is sent, some have the
 receiver read it later; a block may be freed and written over as soon as its transfer has ended here, whichever it
