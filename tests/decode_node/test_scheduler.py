@@ -450,6 +450,6 @@ def test_a_local_prefill_is_not_passed_by_transfers_for_ever() -> None:
     assert taken >= MAX_PASSES, "it is passed, for a while"
     assert len(bench.answers[large]) == 1, "it never starts"
     assert bench.reserve("again", prompt(30)) is not None
-    for key in bench.scheduler.keys():
-        bench.scheduler.end(key, Phase.ABORTED, bench.now)
+    for seq in bench.scheduler.sequences():
+        bench.scheduler.end(seq.key, Phase.ABORTED, bench.now)
     check_whole(bench.core)
