@@ -7,6 +7,7 @@ import sys
 
 from common.config import parse_coordinator
 from common.errors import StartupError
+from common.leaving import leave
 from common.parent_watch import end_with_parent
 from common.paths import require_own_folders
 from coordinator.model_folder import resolve_model
@@ -44,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

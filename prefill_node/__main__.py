@@ -6,6 +6,7 @@ import sys
 
 from common.config import parse_worker
 from common.errors import StartupError
+from common.leaving import leave
 from common.logs import set_up_logging
 from common.parent_watch import end_with_parent
 from common.paths import require_own_folders
@@ -25,4 +26,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
