@@ -36,10 +36,10 @@ class VirtualLoop:
         self._clock = clock
         self._network = network
         self._on_exit = on_exit
-        network.join(worker.name, self._receive)
         self._begin()
 
     def _begin(self) -> None:
+        self._network.join(self.worker.name, self._receive, self._peer_gone)
         self.alive = True
         self.frozen = False
         self._registered = False
@@ -67,6 +67,7 @@ class VirtualLoop:
 
     def kill(self) -> None:
         self.alive = False
+        self._network.left(self.worker.name)
 
     def start(self) -> None:
         """A new life of a worker that may still have been there."""
@@ -110,7 +111,7 @@ class VirtualLoop:
     def _leave(self) -> None:
         self.give_back("the worker shuts down")
         self._send_heartbeat()
-        self.alive = False
+        self.kill()
         self._on_exit(self.worker)
 
     def give_back(self, reason: str) -> None:
@@ -162,6 +163,11 @@ class VirtualLoop:
             case message:
                 self.carry_out(self.worker.node.handle(message, WorkerId(parcel.source), self._clock.now))
         if self.alive:
+            self.turn()
+
+    def _peer_gone(self, peer: str) -> None:
+        if peer != COORDINATOR and self._runs(self.worker.incarnation):
+            self.carry_out(self.worker.node.peer_gone(WorkerId(peer), self._clock.now))
             self.turn()
 
     def _heard_registered(self) -> None:

@@ -2,7 +2,8 @@
 
 A policy sees who sends what to whom, and says when it arrives: once, twice, never, damaged, or when it is let go.
 `RandomFaults` is one; tests pass their own to meet a single message. Beside that, links between two parties can be
-cut, stalled and slowed: a cut one loses what is on it, a stalled one keeps it, as TCP does that outlives the gap.
+cut, stalled and slowed: a cut one loses what is on it, a stalled one keeps it, as TCP does that outlives the gap. Who
+cannot reach a party any more hears of it after a while, as `transfer/presence.py` tells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from common.messages import Message, Sender
 
 COORDINATOR = "coordinator"
 """The party that is coordinator and front. All others are workers, by their ids."""
+REFUSED_AFTER_S = 0.7
+GONE_AFTER_S = 3.0
+"""Until a peer is taken for gone: where nobody listens any more, and where nobody answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ HELD = Fate((0.0,), held=True)
 Policy = Callable[[Parcel], Fate]
 Receive = Callable[[Parcel, bool], None]
 """Takes a parcel; the flag is false where its block was damaged."""
+Gone = Callable[[str], None]
+"""Hears of a party that cannot be reached any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +97,27 @@ class VirtualNetwork:
         self.policy = policy
         self._clock = clock
         self._receive: dict[str, Receive] = {}
+        self._gone: dict[str, Gone] = {}
+        self._absent: dict[str, float] = {}  # since when
         self._links: dict[frozenset[str], _Link] = {}
         self._held: list[tuple[Parcel, bool]] = []
 
-    def join(self, party: str, receive: Receive) -> None:
+    def join(self, party: str, receive: Receive, gone: Gone = lambda party: None) -> None:
+        """It is there, for the first time or again."""
         self._receive[party] = receive
+        self._gone[party] = gone
+        self._absent.pop(party, None)
+
+    def left(self, party: str) -> None:
+        """Its process has ended."""
+        self._absent[party] = now = self._clock.now
+        self._clock.at(now + REFUSED_AFTER_S, lambda: self._tell_absence(party, now))
+
+    def _tell_absence(self, party: str, since: float) -> None:
+        if self._absent.get(party) == since:
+            for other, gone in self._gone.items():
+                if other not in self._absent:
+                    gone(party)
 
     def send(self, parcel: Parcel) -> None:
         fate = self.policy(parcel)
@@ -121,7 +143,13 @@ class VirtualNetwork:
 
     def cut(self, one: str, other: str) -> None:
         """Nothing passes either way, and what is under way is lost."""
-        self._links[frozenset((one, other))] = _Link("cut")
+        link = self._links[frozenset((one, other))] = _Link("cut")
+        self._clock.at(self._clock.now + GONE_AFTER_S, lambda: self._tell_cut(one, other, link))
+
+    def _tell_cut(self, one: str, other: str, link: _Link) -> None:
+        if self._links.get(frozenset((one, other))) is link:
+            self._gone[one](other)
+            self._gone[other](one)
 
     def stall(self, one: str, other: str) -> None:
         """Nothing passes either way, until the link is restored: then all of it does."""

@@ -143,6 +143,9 @@ def _of(station: Station) -> Iterator[Cell]:
 _HELD_BY = {"P": AT_PREFILL, "D": AT_DECODE, "only P": AT_PREFILL, "only D": (*AT_PREFILL, *AT_DECODE)}
 """Phases in which a victim's end costs a next attempt. Of a decode worker that does not own the request yet only its
 place is lost, if there is another one."""
+_NOTICED = {"P": (S.WAITING,), "only P": (S.WAITING,), "D": (S.WAITING, *AT_PREFILL), "only D": (S.WAITING,)}
+"""Phases in which it depends on who notices a death first. Of a decode worker's the prefill worker may: it gives the
+transfer up, where the coordinator would name it another target."""
 _LOST = {
     "P": ('workers_lost_total{role="prefill"}',),
     "D": ('workers_lost_total{role="decode"}',),
@@ -165,7 +168,7 @@ def _terminated(station: Station) -> Iterator[Cell]:
 
 def _gives_back(station: Station, victim: str) -> bool | None:
     if victim.endswith("P"):
-        return station in AT_PREFILL
+        return None if station is S.DELIVERED else station in AT_PREFILL  # it may have heard so
     if victim == "only D" or station not in (S.QUEUED, S.FIRST_CHUNK, S.PREFILLED):
         return station in (*AT_PREFILL, *AT_DECODE)
     return None if station is S.FIRST_CHUNK else False  # it is not there yet: only its place is lost
@@ -173,7 +176,7 @@ def _gives_back(station: Station, victim: str) -> bool | None:
 
 def _killed(station: Station) -> Iterator[Cell]:
     for victim in ("P", "D", "only P", "only D"):
-        migrates = None if station is S.WAITING else station in _HELD_BY[victim]
+        migrates = None if station in _NOTICED[victim] else station in _HELD_BY[victim]
         yield Cell(station, F.SIGKILL, victim, migrates=migrates, counts=_LOST[victim])
     yield Cell(station, F.SIGKILL, "C", outcomes=("broken",))
     migrates = None if station is S.WAITING else station in AT_PREFILL
@@ -203,7 +206,8 @@ def _cut_migrates(station: Station, link: str) -> bool | None:
         return None if station is S.WAITING else True
     if link == "C-P":  # D's word is enough, so P goes on unheard
         return None if station is S.WAITING else False
-    return False
+    # Where the connection breaks P gives up before it is restored; where it only carries nothing P does not.
+    return None if station in (S.WAITING, S.DELIVERED, *AT_PREFILL) else False
 
 
 def _message_migrates(station: Station, fault: Fault, message: str) -> bool:

@@ -210,8 +210,11 @@ class _Run:
         cell = self.cell
         for request in self.scene.requests:
             outcome = self.outcome(request.request_id)
-            group = request.request_id.startswith(WATCHED)
-            stated: tuple[str, ...] = cell.outcomes if group else ("exact", *self._others_may())
+            stated: tuple[str, ...] = cell.outcomes
+            if not request.request_id.startswith(WATCHED):
+                stated = ("exact", *self._others_may())
+            elif request.request_id != WATCHED:
+                stated += _OF_OTHERS.get(cell.fault, ())
             if outcome not in stated:
                 answer = self.cluster.answers[request.request_id]
                 yield f"{request.request_id}: {outcome}, not {' or '.join(stated)} {answer.reason}"

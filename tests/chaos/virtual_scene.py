@@ -56,9 +56,9 @@ class Scene:
         """Greedy, sampled with a seed, or with an end id among its tokens, by chance."""
         prompt = [self.random.randrange(VOCABULARY) for _ in range(prompt_tokens)]
         seed = self.random.randrange(1 << 16)
-        ends: tuple[int, ...] = ()
-        if self.random.random() < 0.4:
-            ends = (continuation(prompt, output_tokens, 0, seed)[output_tokens - 7],)
+        ids = continuation(prompt, output_tokens, 0, seed)
+        may_end = self.random.random() < 0.4 and ids.index(ids[-7]) == output_tokens - 7
+        ends = (ids[-7],) if may_end else ()
         group = [
             Request(
                 RequestId(name if child == 0 else f"{name}-{child}"),
