@@ -29,6 +29,7 @@ The tests that try: `tests/bench/test_deadlock.py`, and the state machines (`mak
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 
 from common.errors import IllegalMove
 
@@ -57,6 +58,8 @@ class TransferPhase(StrEnum):
 
 
 _ENDS = frozenset({Phase.FINISHED, Phase.ABORTED, Phase.FAILED})
+LIVE_PHASES = {str(phase): phase for phase in Phase if phase not in _ENDS}
+"""By their names, in the order of the table."""
 _OUT = _ENDS | {Phase.WAITING}  # an end, or back to the queue with the next attempt
 
 
@@ -94,6 +97,19 @@ def is_end(phase: Phase) -> bool:
     return phase in _ENDS
 
 
+@cache
+def way(start: Phase, to: Phase) -> tuple[Phase, ...]:
+    """The fewest moves from one phase to another that do not go by the queue; none where there is no way."""
+    ways: dict[Phase, tuple[Phase, ...]] = {start: ()}
+    found = [start]
+    for phase in found:  # grows as it is walked, so the nearest come first
+        for following in Phase:
+            if following in REQUEST_MOVES[phase] - _OUT and following not in ways:
+                ways[following] = (*ways[phase], following)
+                found.append(following)
+    return ways.get(to, ())
+
+
 class Life:
     """One process's view of one request: its phase and how long it stood in each.
 
@@ -113,6 +129,11 @@ class Life:
         self._durations_s[self.phase] = self.seconds_in(self.phase, now)
         self.phase = to
         self._since = now
+
+    def go(self, to: Phase, now: float) -> None:
+        """As `move`, by what lies between where this view has missed it. Nothing where no way leads there."""
+        for phase in way(self.phase, to):
+            self.move(phase, now)
 
     def seconds_in(self, phase: Phase, now: float) -> float:
         """Seconds spent in `phase` so far, all visits together."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
-from common.lifecycle import REQUEST_MOVES, Phase
+from common.lifecycle import LIVE_PHASES, Phase
 from common.messages import Abort, RequestEnded
+from common.request import WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Worker
 from coordinator.tracker import Tracked, Tracker
 
+_ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING)
+_BEFORE_THE_BATCH = _ORDER[:3]
 MAX_FRUITLESS = 5
 MAX_ASKS = 4
 MAX_DEATHS = 2
@@ -63,9 +66,30 @@ class Attempts:
         tracked.handed_over = True
         self._dispatcher.prompt_done(tracked)
         self._prompt_found_at(tracked, now)
-        for phase in (Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING):
-            if phase in REQUEST_MOVES[tracked.life.phase]:
-                tracked.life.move(phase, now)
+        if tracked.life.phase in _BEFORE_THE_BATCH:
+            tracked.life.go(Phase.DECODE_READY, now)
+
+    def worker_says(self, tracked: Tracked, worker: WorkerId, word: str, now: float) -> None:
+        """The phase at a worker, by its word or its heartbeat: of two, the one's counts that has the request. A word
+        that is behind ours came late; but who is put out of the batch, by that word alone, begins anew."""
+        phase = LIVE_PHASES.get(word)
+        if phase is None:
+            return
+        if tracked.prefill is not None and worker == tracked.decode != tracked.prefill:
+            if phase in (Phase.QUEUED, Phase.KV_READY):
+                return  # a transfer under way
+            if not tracked.handed_over:
+                self.owned(tracked, now)
+        elif tracked.handed_over:
+            return
+        present = tracked.life.phase
+        if phase is Phase.PREEMPTED or present is Phase.PREEMPTED or _is_ahead(phase, present):
+            tracked.life.go(phase, now)
+
+    def token_came(self, tracked: Tracked, now: float) -> None:
+        """Not its first: those come from who has it in its batch; or from who had it, while it waits again."""
+        if tracked.life.phase is not Phase.WAITING and (tracked.handed_over or tracked.prefill is None):
+            tracked.life.go(Phase.DECODING, now)
 
     def _prompt_found_at(self, tracked: Tracked, now: float) -> None:
         """Its workers have the KV of its prompt: whoever waits for that in its family may go there."""
@@ -142,12 +166,12 @@ class Attempts:
         rebound = self._dispatcher.rebind(tracked, now)
         if rebound is None:
             return self.again(tracked, f"{lost.id} {how}", now)
-        tracked.last_fault = f"{lost.id} {how}"
+        tracked.went_wrong(f"{lost.id} {how}")
         return rebound
 
     def again(self, tracked: Tracked, why: str, now: float) -> list[Effect]:
         """Back to the queue with what the front has; the present attempt is told to end."""
-        tracked.last_fault = why
+        tracked.went_wrong(why)
         said = self.abort_holders(tracked, why)
         tracked.fruitless += 1
         if tracked.fruitless >= MAX_FRUITLESS:
@@ -163,6 +187,7 @@ class Attempts:
         return [ToWorker(worker, Abort(*tracked.key, reason)) for worker in tracked.holders]
 
     def fail(self, tracked: Tracked, error: str, reason: str, now: float) -> list[Effect]:
+        tracked.went_wrong(reason)
         ended = RequestEnded(tracked.id, error, reason)
         return [ToFront(tracked.request.front, ended), *self.end(tracked, Phase.FAILED, now)]
 
@@ -177,3 +202,7 @@ class Attempts:
             self._prompt_found_at(tracked, now)
         self._tracker.end(tracked)
         return []
+
+
+def _is_ahead(phase: Phase, of: Phase) -> bool:
+    return phase in _ORDER and of in _ORDER and _ORDER.index(phase) > _ORDER.index(of)

@@ -150,6 +150,8 @@ class Cluster:
                 assert first == len(tracked.outputs)
                 if not tracked.prompt_done:
                     self._attempts.prompt_done(tracked, now)
+                elif tracked.life.phase is not Phase.DECODING:
+                    self._attempts.token_came(tracked, now)
             except Exception as error:
                 effects += self._fault(tracked.key, error, now)
                 continue
@@ -265,21 +267,11 @@ class Cluster:
             else:
                 tracked.seen_at = now
                 try:
-                    self._advance(tracked, worker_id, phase, now)
+                    self._attempts.worker_says(tracked, worker_id, phase, now)
                 except Exception as error:
                     faults += self._fault(tracked.key, error, now)
         again = [] if message.draining else self._departures.say_drain(worker, now)
         return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again, *faults]
-
-    def _advance(self, tracked: Tracked, worker_id: WorkerId, phase: str, now: float) -> None:
-        """A worker's phase, by its word or its heartbeat, as far as it is ahead of ours by the table."""
-        if phase == Phase.QUEUED:
-            return
-        if worker_id == tracked.decode and worker_id != tracked.prefill and tracked.prefill is not None:
-            if phase != Phase.KV_READY and not tracked.handed_over:  # more than a transfer under way
-                self._attempts.owned(tracked, now)
-        elif tracked.life.phase is Phase.QUEUED:
-            tracked.life.move(Phase.PREFILLING, now)
 
     def _about_attempt(
         self, message: Accepted | Later | Refused | Started, worker_id: WorkerId, now: float
@@ -298,7 +290,7 @@ class Cluster:
                 tracked.avoid.add(worker_id)
                 return self._attempts.again(tracked, f"{worker_id} refused: {message.reason}", now)
             case Started():
-                self._advance(tracked, worker_id, message.phase, now)
+                self._attempts.worker_says(tracked, worker_id, message.phase, now)
         return []
 
     def _accepted(self, tracked: Tracked, message: Accepted, now: float) -> list[Effect]:

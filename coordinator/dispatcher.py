@@ -136,7 +136,7 @@ class Dispatcher:
         self.room_made = True
         self._router.release(tracked.id, None, lost)
         self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
-        tracked.decode = target.id
+        tracked.decode = tracked.tries[-1].decode = target.id
         tracked.seen_at = now
         address = target.card.address
         if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target
@@ -221,6 +221,7 @@ class Dispatcher:
         tracked.decode = decode.id
         tracked.block_size = decode.card.block_size
         tracked.handed_over = tracked.prompt_done = False
+        tracked.tried()
         tracked.passes = 0
         tracked.seen_at = tracked.dispatched_at = now
         tracked.life.move(Phase.QUEUED, now)

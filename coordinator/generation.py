@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import KvferryError
-from common.lifecycle import Phase
+from common.lifecycle import LIVE_PHASES, Phase
 from coordinator.answer import Answer, Piece
 from coordinator.door.connection import DROPPED
 from coordinator.door.front_door import Arrival
@@ -37,7 +37,7 @@ from coordinator.door.response_writer import ResponseWriter
 from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
 from coordinator.gateway import Gateway, TokenStream
-from coordinator.metrics import LIVE_PHASES, Metrics, RequestMeter
+from coordinator.metrics import Metrics, RequestMeter
 from coordinator.openai.schema import read_chat, read_text
 from coordinator.openai.shapes import (
     DONE,

@@ -43,6 +43,7 @@ from coordinator.structured_output import StructuredOutput
 from coordinator.tokenize_api import TokenizeApi, add_tokenize_routes
 from coordinator.tokenizer import Tokenizer
 from coordinator.tools.families import family_of
+from coordinator.tracker import RECENT_LIMIT
 
 log = logging.getLogger("kvferry.http")
 
@@ -183,7 +184,8 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
         found = gateway.timeline(request_id)
         if found is None:
             raise ObjectNotFound(
-                f"No request {shown(request_id)!r} is known here, or it was forgotten.",
+                f"No request {shown(request_id)!r} is known here, or it was forgotten: "
+                f"the {RECENT_LIMIT} that ended last are kept.",
                 code="request_not_found",
             )
         return _json(found)

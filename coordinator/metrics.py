@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from common.lifecycle import Phase
+from common.lifecycle import LIVE_PHASES
 from coordinator.worker_metrics import PREFIX, SnapshotCollector, WorkerSnapshot
 
 TTFT_BUCKETS = (
@@ -63,9 +63,6 @@ LONG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-LIVE_PHASES = tuple(
-    str(phase) for phase in Phase if phase not in (Phase.FINISHED, Phase.ABORTED, Phase.FAILED)
-)
 
 
 class Metrics:

@@ -10,6 +10,8 @@ from common.messages import Ended, Message
 from common.request import Attempt, Key, Request, RequestId, WorkerId
 
 RECENT_LIMIT = 1024
+"""Ended requests whose timeline is kept."""
+TRIES_KEPT = 32
 NO_ATTEMPT = Attempt(0)
 
 
@@ -22,6 +24,16 @@ class Family:
     prefill: WorkerId | None = None  # where the KV is, once it is
     decode: WorkerId | None = None
     moved_at: float = 0.0  # when the others were let go, or one of them last ended: they may come in waves
+
+
+@dataclass(slots=True)
+class Try:
+    """One attempt: who had it, and what went wrong with it, if anything did."""
+
+    attempt: Attempt
+    prefill: WorkerId | None
+    decode: WorkerId | None
+    fault: str = ""
 
 
 @dataclass(slots=True)
@@ -52,6 +64,7 @@ class Tracked:
     ends: list[tuple[WorkerId, Ended]] = field(default_factory=list)
     lost_tokens: dict[Attempt, int] = field(default_factory=dict)  # counted as thrown away, by attempt
     last_fault: str = ""
+    tries: list[Try] = field(default_factory=list)
     family: Family | None = None
     choices: tuple[RequestId, ...] = ()  # of the first of a group: those that came with it
     prompt_tokens: int = 0  # of an ended one, like the next: its ids are gone
@@ -69,6 +82,16 @@ class Tracked:
     def holders(self) -> list[WorkerId]:
         """Workers that may hold the present attempt."""
         return list(dict.fromkeys(w for w in (self.prefill, self.decode) if w is not None))
+
+    def tried(self) -> None:
+        """The present attempt goes out to the present pair."""
+        self.tries.append(Try(self.attempt, self.prefill, self.decode))
+        del self.tries[:-TRIES_KEPT]
+
+    def went_wrong(self, why: str) -> None:
+        self.last_fault = why
+        if self.tries and self.tries[-1].attempt == self.attempt:
+            self.tries[-1].fault = why
 
     @property
     def tokens(self) -> int:
@@ -140,7 +163,7 @@ class Tracker:
         tracked = self.known(ended.id)
         if tracked is not None and ended.outcome != "unknown" and (worker, ended) not in tracked.ends:
             tracked.ends.append((worker, ended))
-            del tracked.ends[:-32]
+            del tracked.ends[: -2 * TRIES_KEPT]
 
     def queue_wait(self, request_id: RequestId, now: float) -> tuple[str, float] | None:
         """A request's tier and its seconds in the queue, all visits together."""
@@ -157,6 +180,9 @@ class Tracker:
 def _timeline(t: Tracked, now: float) -> dict[str, Any]:
     """Durations are each taken inside one process; what lies between two processes shows in neither."""
     done = [ended for _, ended in t.ends]
+    here_s = t.life.durations_s(now)
+    seconds = sum(here_s.values())
+    accounted_s = here_s.get(Phase.WAITING, 0.0) + _at_workers_s(t)
     return {
         "id": t.id,
         "phase": str(t.life.phase),
@@ -166,7 +192,9 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
         "output_tokens": len(t.outputs) or t.output_tokens,
         "prefill_worker": t.prefill,
         "decode_worker": t.decode,
-        "coordinator_seconds": _rounded(t.life.durations_s(now)),
+        "seconds": round(seconds, 6),
+        "coordinator_seconds": _rounded(here_s),
+        "unattributed_seconds": round(max(0.0, seconds - accounted_s), 6),
         "workers": [
             {
                 "worker": worker,
@@ -184,7 +212,28 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
         "transferred_bytes": sum(e.transferred_bytes for e in done),
         "cached_tokens": max((e.cached_tokens for e in done), default=0),
         "last_fault": t.last_fault,
+        "tries": [
+            {
+                "attempt": one.attempt,
+                "prefill_worker": one.prefill,
+                "decode_worker": one.decode,
+                "fault": one.fault,
+            }
+            for one in t.tries
+        ],
     }
+
+
+def _at_workers_s(t: Tracked) -> float:
+    """What workers say of their parts, no second twice: while a decode worker waits for a transfer (its `kv_ready`),
+    the prefill worker computes and sends, and says so."""
+    prefill_of = {one.attempt: one.prefill for one in t.tries}
+    total_s = 0.0
+    for worker, ended in t.ends:
+        total_s += sum(ended.durations_s.values())
+        if prefill_of.get(ended.attempt) not in (None, worker):
+            total_s -= ended.durations_s.get(Phase.KV_READY, 0.0)
+    return total_s
 
 
 def _rounded(durations_s: dict[str, float]) -> dict[str, float]:

@@ -73,9 +73,10 @@ class DecodeScheduler:
         self._decoding: list[Sequence] = []
         self._passed_over: dict[Key, _PassedOver] = {}
         self._local_passes = 0  # transfers accepted since the first local prefill found no room
-        # What the last `schedule` did that others must hear of; the caller clears both.
+        # What the last `schedule` did that others must hear of; the caller clears them.
         self.revoked: list[Key] = []  # reservations given up
-        self.started: list[Sequence] = []  # first local chunk is about to run
+        self.put_out: list[Sequence] = []  # preempted
+        self.started: list[Sequence] = []  # first local chunk is about to run, of a recompute too
         self.preemptions = 0
         self.lost_tokens = 0
 
@@ -232,6 +233,7 @@ class DecodeScheduler:
         seq.preemptions += 1
         self._core.free(seq)
         seq.life.move(Phase.PREEMPTED, now)
+        self.put_out.append(seq)
         insort(self._preempted, seq, key=_by_order)
 
     def _join_delivered(self, now: float) -> None:
@@ -251,8 +253,8 @@ class DecodeScheduler:
                 return
             queue.pop(0)
             self._core.place(seq)
+            self.started.append(seq)
             if seq.preemptions == 0:
-                self.started.append(seq)
                 self._local_passes = 0
             seq.life.move(Phase.PREFILLING, now)
             insort(self._prefilling, seq, key=_by_order)

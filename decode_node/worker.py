@@ -257,8 +257,12 @@ class DecodeWorker:
             counters.add("kv_transfer_failures_total", reason="revoked")
         scheduler.revoked.clear()
         for seq in scheduler.started:
-            self.records.prefix_lookup(seq)
-            self._pending.append(ToCoordinator(Started(*seq.key, phase=str(seq.life.phase))))
+            if seq.preemptions == 0:
+                self.records.prefix_lookup(seq)
+        said = [(seq, Phase.PREEMPTED) for seq in scheduler.put_out]
+        said += [(seq, Phase.PREFILLING) for seq in scheduler.started]
+        self._pending += [ToCoordinator(Started(*seq.key, phase=str(phase))) for seq, phase in said]
+        scheduler.put_out.clear()
         scheduler.started.clear()
         return batch
 

@@ -108,11 +108,24 @@ class WorkerPart(Answer):
     blocks: Count
     """Blocks that it held."""
     transferred_bytes: Count
-    """Bytes that it sent to another worker."""
+    """Bytes of KV that it got from another worker, and verified."""
+
+
+class Try(Answer):
+    """One attempt at a request."""
+
+    attempt: int
+    """Which: rises with every dispatch."""
+    prefill_worker: str | None
+    """Who was to make its KV; null where its decode worker was to."""
+    decode_worker: str | None
+    """Who was to make its answer."""
+    fault: str
+    """What went wrong with it, if anything did."""
 
 
 class Timeline(Answer):
-    """A request's way through the cluster."""
+    """A request's way through the cluster. That of the 1024 requests that ended last is kept."""
 
     id: str
     """Its id."""
@@ -130,8 +143,12 @@ class Timeline(Answer):
     """Who made its KV."""
     decode_worker: str | None
     """Who makes its answer."""
+    seconds: Seconds
+    """From its admission to its end, or until now."""
     coordinator_seconds: dict[Phase, Seconds]
-    """How long it was in each phase, as the coordinator saw it."""
+    """How long it was in each phase, as the coordinator saw it: together, the seconds above."""
+    unattributed_seconds: Seconds
+    """What neither the queue nor any worker accounts for: ways between processes, and workers that died."""
     workers: list[WorkerPart]
     """What each worker did."""
     blocks: Count
@@ -141,4 +158,6 @@ class Timeline(Answer):
     cached_tokens: Count
     """Prompt tokens found in a prefix cache."""
     last_fault: str
-    """Why its last attempt failed, if one did."""
+    """Why it failed, or its last attempt that did."""
+    tries: list[Try]
+    """Its last attempts, 32 at most."""

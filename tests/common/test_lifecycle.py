@@ -17,6 +17,7 @@ from common.lifecycle import (
     TransferPhase,
     is_end,
     tables_as_markdown,
+    way,
 )
 
 
@@ -93,3 +94,17 @@ def test_tables_print() -> None:
     text = tables_as_markdown()
     assert "| waiting | queued, finished, aborted, failed |" in text
     assert "| delivered | – |" in text
+
+
+def test_the_way_to_every_phase_is_by_the_table() -> None:
+    for start in Phase:
+        for to in Phase:
+            steps = way(start, to)
+            assert all(step in REQUEST_MOVES[before] for before, step in itertools.pairwise((start, *steps)))
+            assert not steps or (steps[-1] is to and Phase.WAITING not in steps)
+    assert way(Phase.DECODING, Phase.DECODE_READY) == (Phase.PREEMPTED, Phase.DECODE_READY)
+    assert way(Phase.QUEUED, Phase.DECODING) == (Phase.PREFILLING, Phase.DECODING)
+    assert way(Phase.DECODING, Phase.QUEUED) == way(Phase.FINISHED, Phase.QUEUED) == ()
+    life = Life(Phase.QUEUED, 1.0)
+    life.go(Phase.DECODING, 3.0)
+    assert life.durations_s(7.0) == {"queued": 2.0, "prefilling": 0.0, "decoding": 4.0}

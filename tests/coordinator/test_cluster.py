@@ -59,8 +59,8 @@ def failure(bench: ClusterBench) -> RequestEnded:
 
 
 def test_story_of_a_request() -> None:
-    """1 admitted, dispatched  2 accepted  3 first chunk  4 first token  5 owned by the decode worker  6 last token:
-    the front says so, and nothing of it takes a share of anybody."""
+    """1 admitted, dispatched  2 accepted  3 first chunk  4 first token  5 owned by the decode worker  6 more
+    tokens  7 the last, as the front says, and nothing of it takes a share of anybody."""
     bench = pair()
     key, prefill, decode = bench.dispatched()
     assert bench.fronts == [Admitted(A)] and bench.phase() == "queued"
@@ -70,9 +70,10 @@ def test_story_of_a_request() -> None:
     bench.front(Progress(((A, 0, (1,)),)))
     assert bench.phase() == "kv_ready"
     bench.say(decode, Started(*key, "decode_ready"))
-    assert bench.phase() == "decoding"
+    assert bench.phase() == "decode_ready"
     bench.say(prefill, Ended(*key, outcome="handed_over", blocks=2))
     bench.front(Progress(((A, 1, (2, 3, 4, 5)),)))
+    assert bench.phase() == "decoding"
     bench.front(RequestFinished(A, "length"))
     bench.say(decode, Ended(*key, outcome="finished", transferred_bytes=200, cached_tokens=16))
     timeline = bench.cluster.timeline(A, bench.now)
@@ -305,7 +306,10 @@ def test_started_there_beats_failed_here() -> None:
         else:
             bench.say(decode, Started(*key, "decode_ready"))
         assert bench.say(prefill, Ended(*key, outcome="failed", reason="transfer: no progress")) == []
-        assert bench.phase() == "decoding" and bench.cluster.num_running() == 1
+        assert (
+            bench.phase() == ("decoding" if by_heartbeat else "decode_ready")
+            and bench.cluster.num_running() == 1
+        )
 
 
 def test_a_reservation_is_not_a_start() -> None:
@@ -314,6 +318,44 @@ def test_a_reservation_is_not_a_start() -> None:
     bench.say(decode, heartbeat((key, "kv_ready")))
     assert bench.phase() == "prefilling"
     assert ("p1", "Prefill") in kinds(bench.say(prefill, Ended(*key, outcome="failed")))
+
+
+# ---------------------------------------------------------------- phases
+
+
+def test_every_phase_at_a_worker_is_seen() -> None:
+    """1 put out of the batch  2 computed anew  3 in it again, by a token  4 put out, and 5 in it, by heartbeats. A word
+    from before changes nothing."""
+    bench = pair()
+    key, prefill, decode = bench.decoding()
+    assert bench.phase() == "decode_ready"
+    bench.say(decode, Started(*key, "preempted"))
+    assert bench.phase() == "preempted"
+    bench.say(decode, Started(*key, "prefilling"))
+    assert bench.phase() == "prefilling"
+    bench.front(Progress(((A, 1, (2,)),)))
+    assert bench.phase() == "decoding"
+    for late in ("decode_ready", "prefilling", "kv_ready", "queued", "waiting", "finished", "nonsense"):
+        bench.say(decode, heartbeat((key, late)))
+    for word in ("prefilling", "kv_ready", "preempted"):
+        bench.say(prefill, heartbeat((key, word)))
+    assert bench.phase() == "decoding"
+    bench.say(decode, heartbeat((key, "preempted")))
+    assert bench.phase() == "preempted"
+    bench.say(decode, heartbeat((key, "decoding")))
+    assert bench.phase() == "decoding"
+
+
+def test_tokens_of_before_do_not_take_a_request_out_of_the_queue() -> None:
+    """Its worker is lost, and what that one had said comes while nobody else is there."""
+    bench = pair()
+    _, _, decode = bench.decoding(tokens_out=2)
+    bench.cluster.worker_died(WorkerId(decode), Incarnation(1), bench.now)
+    assert bench.phase() == "waiting"
+    bench.front(Progress(((A, 2, (7,)),)))
+    assert bench.phase() == "waiting"
+    ((_, command),) = [(w, m) for w, m in bench.join("d1") if isinstance(m, Prefill)]
+    assert command.output_ids == pack_ids([0, 1, 7]) and bench.phase() == "queued"
 
 
 # ---------------------------------------------------------------- losses

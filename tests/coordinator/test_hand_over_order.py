@@ -18,7 +18,7 @@ ORDERS = list(itertools.permutations(("handed over", "started", "first token")))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=[", ".join(order) for order in ORDERS])
-def test_it_is_decoding_whoever_says_so_first(order: tuple[str, ...]) -> None:
+def test_it_is_handed_over_whoever_says_so_first(order: tuple[str, ...]) -> None:
     cluster = Cluster(
         Registry(tokenizer_hash=None, fronts={FRONT: "virtual://front"}),
         WaitingQueue(max_requests=10, max_tokens=1000),
@@ -42,5 +42,9 @@ def test_it_is_decoding_whoever_says_so_first(order: tuple[str, ...]) -> None:
         else:
             cluster.from_worker(Ended(*tracked.key, "handed_over"), prefill.sender, 3.0)
     timeline = cluster.tracker.timeline(request.request_id, 5.0)
+    assert timeline is not None and timeline["phase"] == "decode_ready"
+    assert timeline["coordinator_seconds"]["decode_ready"] == 2.0
+    cluster.from_front(Progress(((request.request_id, 1, (8,)),)), 6.0)
+    timeline = cluster.tracker.timeline(request.request_id, 6.5)
     assert timeline is not None and timeline["phase"] == "decoding"
-    assert timeline["coordinator_seconds"]["decoding"] == 2.0
+    assert timeline["coordinator_seconds"]["decode_ready"] == 3.0

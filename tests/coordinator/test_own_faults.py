@@ -45,14 +45,14 @@ def test_a_workers_word_that_cannot_be_handled(kind: str, monkeypatch: pytest.Mo
     bench = pair()
     a, prefill, decode = bench.dispatched("a")
     b, _, _ = bench.accepted("b")
-    real = bench.cluster._advance
+    real = bench.cluster._attempts.worker_says
 
     def advance(tracked: Any, *others: Any) -> None:
         if tracked.id == A:
             raise IllegalMove("a request cannot go back")
         real(tracked, *others)
 
-    monkeypatch.setattr(bench.cluster, "_advance", advance)
+    monkeypatch.setattr(bench.cluster._attempts, "worker_says", advance)
     if kind == "answer":
         bench.say(prefill, Accepted(*a, address(decode)))
         bench.say(prefill, Started(*a, "prefilling"))

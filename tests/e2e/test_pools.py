@@ -141,14 +141,15 @@ def test_two_hundred_clients_that_leave(service: Service, text_ids: list[int]) -
     print(f"all is back {back_s:.2f} s after the last one left, a step takes {step_s:.2f} s; left in {left}")
     # A step that is out, the word of it, and the heartbeat that says so; a machine that others use too is slow.
     assert back_s < 3 * (step_s + 0.3 + HEARTBEAT_S)
-    in_order = [left["waiting"] + left["queued"], left["prefilling"], left["kv_ready"] + left["decoding"]]
+    running = ("kv_ready", "decode_ready", "decoding", "preempted")
+    in_order = [left["waiting"] + left["queued"], left["prefilling"], sum(left[phase] for phase in running)]
     assert all(in_order), left
     # Who hung up before its request was read was never taken in.
     assert 150 <= sum(in_order) <= 200
     assert service.complete(prompt, **witness_fields)["text"] == alone
 
 
-PHASES = ("waiting", "queued", "prefilling", "kv_ready", "decode_ready", "decoding")
+PHASES = ("waiting", "queued", "prefilling", "kv_ready", "decode_ready", "decoding", "preempted")
 
 
 # ---------------------------------------------------------------- workers that die
