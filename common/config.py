@@ -12,29 +12,30 @@ needs and reads no settings, files or environment of its own.
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from common.endpoints import Endpoint, is_loopback, parse_address, parse_endpoint
 from common.flags import flag, parse, visible_fields
 from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
 
 WorkerRole = Literal["prefill", "decode"]
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
 
 WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 
-NO_KEYS_YET = (
-    "is not on this machine's loopback: sockets between machines need CURVE keys, which come with a later "
-    "release; bind and connect to 127.0.0.1"
+KEY_WANTED = (
+    "is not on this machine's loopback: sockets between machines are encrypted. Make a key once with `kvferry keys new "
+    "FILE`, bring it to every machine, and give each process --curve-key FILE"
 )
-
+LAST_PAIR_OF_PORTS = 65534
 
 TIER_KEYS_WITHOUT_EFFECT = {"ttft_ms", "itl_ms", "weight", "max_queue"}
 
@@ -67,6 +68,13 @@ class ProcessSettings(Strict):
         "process",
         ge=0,
         metavar="SECONDS",
+    )
+    curve_key: AbsolutePath | None = flag(
+        None,
+        "the cluster's key (`kvferry keys new FILE`), the same for all its processes: every socket between them is "
+        "encrypted, and only who has it is let in. Needed beyond loopback",
+        "network",
+        metavar="FILE",
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", "least severity of log lines", "process"
@@ -122,7 +130,14 @@ class WorkerSettings(EngineSettings):
     )
     advertise: str | None = flag(
         None,
-        "address that other workers reach this one at: control on PORT, blocks on PORT+1; absent: free ports",
+        "address that other workers reach this one at: control on PORT, blocks on PORT+1; absent: where it listens",
+        "network",
+        metavar="HOST:PORT",
+    )
+    bind: str | None = flag(
+        None,
+        "address that it listens at for other workers, where that is not what they reach: behind NAT, in a container; "
+        "absent: --advertise, or free ports of the address that leads to the coordinator",
         "network",
         metavar="HOST:PORT",
     )
@@ -131,10 +146,36 @@ class WorkerSettings(EngineSettings):
     )
 
     @model_validator(mode="after")
-    def _stays_on_loopback(self) -> Self:
-        require_loopback("--coordinator", self.coordinator)
-        if self.advertise is not None:
-            require_loopback("--advertise", f"tcp://{self.advertise}", port_limit=65534)
+    def _addresses(self) -> Self:
+        there = checked("--coordinator", self.coordinator, parse_endpoint, keyed=self.curve_key is not None)
+        if there.on_every_address or there.port is None:
+            raise ValueError(
+                f"--coordinator {self.coordinator}: expected tcp://HOST:PORT, the one that it is reached at"
+            )
+        for name, address in (("--advertise", self.advertise), ("--bind", self.bind)):
+            if address is not None:
+                found = checked(name, address, parse_address, keyed=self.curve_key is not None)
+                if found.port is None or found.port > LAST_PAIR_OF_PORTS:
+                    raise ValueError(
+                        f"{name} {address}: a port from 1 to {LAST_PAIR_OF_PORTS}; the next is used too"
+                    )
+        if self.advertised is not None and self.advertised.told() != self.advertised:
+            raise ValueError(
+                f"--advertise {self.advertise}: means nothing on another machine; name one address"
+            )
+        return self
+
+    @property
+    def advertised(self) -> Endpoint | None:
+        return None if self.advertise is None else parse_address(self.advertise)
+
+    @property
+    def bound(self) -> Endpoint | None:
+        """Where it is told to listen, if it is."""
+        return self.advertised if self.bind is None else parse_address(self.bind)
+
+    @model_validator(mode="after")
+    def _name(self) -> Self:
         if self.worker_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.worker_id):
             raise ValueError("--worker-id: 1 to 64 of A-Z a-z 0-9 . _ -")
         return self
@@ -150,6 +191,13 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
     )
     control: str = flag(
         DEFAULT_CONTROL, "endpoint that workers connect to", "network", metavar="tcp://HOST:PORT"
+    )
+    tokens_port: int | None = flag(
+        None,
+        "port beside --control's on which workers deliver tokens; absent: any free one",
+        "network",
+        ge=1,
+        le=65535,
     )
     collocated: bool = flag(
         False, "no prefill pool is expected: decode workers compute prompts themselves", "scheduling"
@@ -184,7 +232,7 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_loopback("--control", self.control, any_port=True)
+        checked("--control", self.control, parse_endpoint, keyed=self.curve_key is not None)
         if self.worker_timeout < 2 * self.heartbeat_interval:
             raise ValueError("--worker-timeout must be at least twice --heartbeat-interval")
         if not self.api_keys and not self.allow_unauthenticated and not is_loopback(self.host):
@@ -236,32 +284,28 @@ class ServeSettings(CoordinatorSettings, EngineSettings):
             raise ValueError(f"collocated = true contradicts {self.prefill} prefill workers: set prefill = 0")
         return self
 
+    @model_validator(mode="after")
+    def _workers_know_where(self) -> Self:
+        if parse_endpoint(self.control).on_every_address:
+            raise ValueError(
+                f"--control {self.control}: name one address of this machine; its workers are told it, and others "
+                "reach them at it"
+            )
+        return self
+
 
 # --- what may be reached ---------------------------------------------------------------------------------
 
 
-def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches; names other than localhost are not trusted."""
-    if host == "localhost":
-        return True
+def checked(name: str, text: str, parse: Callable[[str], Endpoint], *, keyed: bool) -> Endpoint:
+    """The endpoint that a flag gives. Raises ValueError where it is none, or leaves this machine without a key."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def require_loopback(name: str, endpoint: str, *, port_limit: int = 65535, any_port: bool = False) -> None:
-    """Raises ValueError where `endpoint` is no tcp://HOST:PORT or is open to other machines.
-
-    With `any_port` the port may be `*`: the system picks a free one.
-
-    The one place to widen when sockets get CURVE keys.
-    """
-    parts = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^\[\]:/]+):(\d{1,5}|\*)", endpoint)
-    if parts is None or not (any_port if parts[2] == "*" else 0 < int(parts[2]) <= port_limit):
-        raise ValueError(f"{name} {endpoint}: expected tcp://HOST:PORT")
-    if not is_loopback(parts[1]):
-        raise ValueError(f"{name} {endpoint} {NO_KEYS_YET}")
+        endpoint = parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {text}: {error}") from None
+    if not keyed and not is_loopback(endpoint.host):
+        raise ValueError(f"{name} {text} {KEY_WANTED}")
+    return endpoint
 
 
 # --- one function per command ----------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class Register(Message):
     pid: Count
     host: Word
     versions: Annotated[dict[Word, Word], FEW]
+    process_space: Word = ""  # where `pid` means this process (common/process_space.py)
 
 
 @dataclass(frozen=True, slots=True)

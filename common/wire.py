@@ -21,7 +21,7 @@ from common.prefix import HASH_BYTES
 from common.request import Incarnation
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 MAX_MESSAGE_BYTES = 1 << 20
 
 _BASES = (Message, AboutRequest)

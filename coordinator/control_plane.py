@@ -11,15 +11,16 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from common.effects import Effect, ToFront, ToWorker
+from common.endpoints import Endpoint
 from common.errors import (
     HTTP_ERRORS,
-    CannotBind,
     DeadlinePassed,
     KvferryError,
     NotAdmitted,
@@ -58,6 +59,7 @@ from coordinator.process_watch import ProcessWatch
 from coordinator.registry import Worker
 from coordinator.streams import MailboxStream
 from coordinator.worker_metrics import WorkerSnapshot
+from transfer.addresses import bind
 from transfer.inbox import Inbox, Turns, identity, make_socket, only, send
 
 log = logging.getLogger(__name__)
@@ -104,17 +106,14 @@ class ControlPlane:
 
     # ------------------------------------------------------------ life
 
-    def bind_tokens(self, host: str) -> str:
-        """Binds the token PULL on a free port; its endpoint, which workers are told when they register."""
-        port = self._tokens.bind_to_random_port(f"tcp://{host}")
-        return f"tcp://{host}:{port}"
+    def bind_tokens(self, where: Endpoint) -> str:
+        """Binds the token PULL; its endpoint, which workers are told when they register. Raises CannotBind."""
+        port = bind(self._tokens, where, "--tokens-port")
+        return str(replace(where, port=port).told())
 
-    def start(self, control: str) -> None:
+    def start(self, control: Endpoint) -> None:
         """Binds the control ROUTER and begins to listen. Raises CannotBind."""
-        try:
-            self._control.bind(control)
-        except zmq.ZMQError as error:
-            raise CannotBind(f"--control {control}: {error}") from error
+        bind(self._control, control, "--control")
         self._tasks = [
             asyncio.create_task(self._read_control()),
             asyncio.create_task(self._read_tokens()),

@@ -1,16 +1,16 @@
 """Says that a worker of this machine has died as soon as the system knows it: no heartbeat need be missed first.
 
-Where the worker is elsewhere, or the system has no such thing, heartbeats have to do.
+Where the worker is elsewhere, in another container too, or the system has no such thing, heartbeats have to do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable
 
 from common.messages import Register, Sender
+from common.process_space import process_space
 from common.request import Incarnation, WorkerId
 
 READ_FIRST_S = 0.05
@@ -28,12 +28,13 @@ class ProcessWatch:
 
     def __init__(self, died: Callable[[WorkerId, Incarnation], None]) -> None:
         self._died = died
+        self._space = process_space()
         self._watched: dict[Life, int] = {}  # → file descriptor of its process
         self._closed = False
 
     def watch(self, card: Register, sender: Sender) -> None:
         life = (WorkerId(sender.name), sender.incarnation)
-        if life in self._watched or card.host != socket.gethostname():
+        if life in self._watched or not self._space or card.process_space != self._space:
             return
         for earlier in [other for other in self._watched if other[0] == life[0]]:
             self._unwatch(earlier)  # whoever it is: that life is over for us

@@ -9,11 +9,13 @@ import signal
 import socket
 import ssl
 import time
+from dataclasses import replace
 
 import uvicorn
 import uvloop
 
 from common.config import CoordinatorSettings
+from common.endpoints import parse_endpoint
 from common.logs import set_up_logging
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
@@ -80,8 +82,9 @@ async def _serve(
         request_timeout_s=settings.request_timeout,
         max_buffered_bytes=settings.max_buffered_bytes,
     )
-    registry.set_front(FRONT, plane.bind_tokens("127.0.0.1"))
-    plane.start(settings.control)
+    control = parse_endpoint(settings.control)
+    plane.start(control)
+    registry.set_front(FRONT, plane.bind_tokens(replace(control, port=settings.tokens_port)))
     app = create_app(
         plane,
         tokenizer,

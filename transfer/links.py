@@ -21,13 +21,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from common.counters import Counters
-from common.errors import CannotBind, ProtocolViolation
+from common.endpoints import Endpoint, parse_endpoint
+from common.errors import ProtocolViolation
 from common.messages import (
     Abort,
     Accept,
@@ -57,6 +59,7 @@ from common.messages import (
 )
 from common.request import Key, WorkerId
 from common.wire import MAX_MESSAGE_BYTES
+from transfer.addresses import bind
 from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
 from transfer.inbox import LINGER_MS, Inbox, Turns, identity, make_socket, only, send
 from transfer.presence import Presence
@@ -114,7 +117,7 @@ class Links:
         self._tasks: list[asyncio.Task[None]] = []
         self._on_peer: MessageIn | None = None
         self._on_control: MessageIn | None = None
-        self._coordinator = ""
+        self._coordinator: Endpoint | None = None
         self._control_reader: asyncio.Task[None] | None = None
         self._coordinators: Presence | None = None
         self._on_gone: Callable[[WorkerId], None] = lambda _: None
@@ -126,23 +129,20 @@ class Links:
 
     # ------------------------------------------------------------ set-up
 
-    def bind(self, host: str, port: int | None) -> PeerAddress:
-        """Binds the peer and data sockets: on `port` and the next one, or on free ports. Raises CannotBind."""
-        try:
-            if port is None:
-                control_port = self._peers.bind_to_random_port(f"tcp://{host}")
-                data_port = self._data.bind_to_random_port(f"tcp://{host}")
-            else:
-                control_port, data_port = port, port + 1
-                self._peers.bind(f"tcp://{host}:{control_port}")
-                self._data.bind(f"tcp://{host}:{data_port}")
-        except zmq.ZMQError as error:
-            raise CannotBind(f"{host}, port {port or 'any'}: {error}; give another --advertise") from error
+    def bind(self, where: Endpoint, told: Endpoint | None = None) -> PeerAddress:
+        """Binds the peer and data sockets: on the port and the next one, or on free ports. `told`: what others reach
+        them at, where that is not where they listen. Raises CannotBind."""
+        told = told or where
+        control_port = bind(self._peers, where, "--bind or --advertise")
+        data = replace(where, port=None if where.port is None else where.port + 1)
+        data_port = bind(self._data, data, "--bind or --advertise")
+        if told.port is not None:
+            control_port, data_port = told.port, told.port + 1
         return PeerAddress(
             WorkerId(self.me.name),
             self.me.incarnation,
-            f"tcp://{host}:{control_port}",
-            f"tcp://{host}:{data_port}",
+            str(replace(told, port=control_port)),
+            str(replace(told, port=data_port)),
             {name: end.where for name, end in self._receiving.items()},
         )
 
@@ -157,7 +157,7 @@ class Links:
         """`on_gone` hears of peers that we sent to and that nobody answers for any more."""
         self._on_peer = on_peer
         self._on_gone = on_gone
-        self._coordinator = coordinator
+        self._coordinator = parse_endpoint(coordinator)
         self._on_control = on_control
         self._connect_control()
         for end in self._receiving.values():
@@ -166,10 +166,10 @@ class Links:
         self._spawn(self._read_blocks(on_block))
 
     def _connect_control(self) -> None:
-        assert self._on_control is not None
+        assert self._on_control is not None and self._coordinator is not None
         self._control = self._dealer()
         self._coordinators = Presence(self._control, lambda: None)
-        self._control.connect(self._coordinator)
+        self._control.connect(str(self._coordinator))
         reading = self._read_messages(self._control, FROM_COORDINATOR, self._on_control)
         self._control_reader = asyncio.create_task(reading)
 
@@ -186,6 +186,9 @@ class Links:
 
     def connect_fronts(self, fronts: dict[str, str]) -> None:
         """Follows what the coordinator says of the fronts: new ones, moved ones, gone ones."""
+        assert self._coordinator is not None
+        here = self._coordinator.host
+        fronts = {name: str(parse_endpoint(told).reached_at(here)) for name, told in fronts.items()}
         for name, (endpoint, socket) in list(self._fronts.items()):
             if fronts.get(name) != endpoint:
                 socket.close(linger=0)

@@ -28,13 +28,16 @@ from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.config import WorkerSettings
 from common.counters import Counters
+from common.endpoints import Endpoint, parse_endpoint
 from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
 from common.messages import PeerAddress, Register, Role, Sender
+from common.process_space import process_space
 from common.request import Grammar, Incarnation, TokenLogprobs
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
+from transfer.addresses import address_towards
 from transfer.links import Links
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.segment import PoolSegment
@@ -197,8 +200,7 @@ async def _serve(
     )
     node = make_node(core, digest(fingerprint), layout.block_bytes)
     links = _links(settings, role, me, runner.cache, segment, node.records.counters)
-    host, _, port = (settings.advertise or "127.0.0.1").rpartition(":")
-    address = links.bind(host or port, int(port) if host else None)
+    address = links.bind(*own_endpoints(settings))
     log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))
     loop = WorkerLoop(
         node,
@@ -212,6 +214,24 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, loop.stop)
     await loop.run(settings.coordinator)
+
+
+def own_endpoints(settings: WorkerSettings) -> tuple[Endpoint, Endpoint]:
+    """Where this worker listens, and what others are told of it. Raises CannotBind, BadConfiguration."""
+    bound, advertised = settings.bound, settings.advertised
+    if bound is not None and advertised is not None:
+        return bound, advertised
+    if bound is not None and not bound.on_every_address and not bound.has_zone:
+        return bound, bound
+    here = Endpoint(
+        address_towards(parse_endpoint(settings.coordinator)), None if bound is None else bound.port
+    )
+    if here.has_zone:
+        raise BadConfiguration(
+            f"the coordinator is reached from {here.host}, whose zone means nothing on another machine: say with "
+            "--advertise HOST:PORT where other workers reach this one"
+        )
+    return bound or here, here
 
 
 def _links(
@@ -267,6 +287,7 @@ def _card(
         pid=os.getpid(),
         host=socket.gethostname(),
         versions={"kvferry": VERSION, "python": platform.python_version(), "torch": _version("torch")},
+        process_space=process_space(),
     )
 
 

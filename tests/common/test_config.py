@@ -14,6 +14,7 @@ from common.config import (
     parse_serve,
     parse_worker,
 )
+from common.endpoints import Endpoint
 from common.errors import BadConfiguration
 from common.flags import GROUPS, _extra, build_parser, flag_name, parse_bytes, to_argv, visible_fields
 from common.http_settings import API_KEY_VARIABLE
@@ -240,22 +241,63 @@ def test_a_bad_key_of_the_environment_is_laid_to_its_variable() -> None:
     assert refused.value.message == f"{API_KEY_VARIABLE}: a key has no blanks and no commas"
 
 
-@pytest.mark.parametrize("flag", ["--coordinator=tcp://", "--advertise="])
-@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "gpu7", "[::]"])
-def test_worker_sockets_stay_on_loopback_for_want_of_keys(flag: str, host: str) -> None:
-    with pytest.raises(BadConfiguration, match="CURVE"):
+@pytest.mark.parametrize("flag", ["--coordinator=tcp://", "--advertise=", "--bind="])
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "gpu7", "[::]", "[fe80::1%eth0]"])
+def test_worker_sockets_leave_loopback_with_a_key_only(flag: str, host: str) -> None:
+    with pytest.raises(BadConfiguration, match=r"encrypted.*kvferry keys new.*--curve-key"):
         parse_worker([f"{flag}{host}:5000"], "prefill")
     parse_worker([f"{flag}127.0.0.1:5000"], "prefill")
     parse_worker([f"{flag}[::1]:5000"], "prefill")
+    if host in ("10.0.0.1", "gpu7"):
+        parse_worker([f"{flag}{host}:5000", "--curve-key", "k"], "prefill")
 
 
-def test_control_stays_on_loopback_and_may_pick_its_port() -> None:
-    assert "CURVE" in refusal("--control", "tcp://10.0.0.1:5000")
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--coordinator=tcp://0.0.0.0:5000", "the one that it is reached at"),
+        ("--coordinator=tcp://[::]:5000", "the one that it is reached at"),
+        ("--coordinator=tcp://*:5000", "the one that it is reached at"),
+        ("--coordinator=tcp://10.0.0.1:*", "expected tcp://HOST:PORT"),
+        ("--coordinator=tcp://::1:5000", "in brackets: tcp://[::1]:8701"),
+        ("--advertise=0.0.0.0:5000", "means nothing on another machine"),
+        ("--advertise=[fe80::1%eth0]:5000", "means nothing on another machine"),
+        ("--advertise=::1:5000", "in brackets: [::1]:8701"),
+        ("--advertise=10.0.0.1:65535", "the next is used too"),
+        ("--advertise=10.0.0.1:*", "the next is used too"),
+        ("--advertise=10.0.0.1", "expected HOST:PORT"),
+        ("--bind=tcp://10.0.0.1:5000", "expected HOST:PORT"),
+    ],
+)
+def test_an_address_of_a_worker_that_leads_nowhere_is_refused(argument: str, words: str) -> None:
+    with pytest.raises(BadConfiguration) as refused:
+        parse_worker(["--curve-key", "k", argument], "decode")
+    assert argument.replace("=", " ") in refused.value.message and words in refused.value.message
+
+
+def test_where_a_worker_listens_may_differ_from_what_is_told() -> None:
+    def worker(*argv: str) -> WorkerSettings:
+        return parse_worker(["--curve-key", "k", *argv], "decode")
+
+    assert (worker().bound, worker().advertised) == (None, None)
+    told = worker("--advertise", "gpu7.example:5000")
+    assert told.bound == told.advertised == Endpoint("gpu7.example", 5000)
+    both = worker("--advertise", "203.0.113.5:5000", "--bind", "[::]:6000")
+    assert (both.bound, both.advertised) == (Endpoint("::", 6000), Endpoint("203.0.113.5", 5000))
+
+
+def test_control_leaves_loopback_with_a_key_only_and_may_pick_its_port(tmp_path: Path) -> None:
+    for host in ("10.0.0.1", "0.0.0.0", "*", "[::]", "[fd00::1]"):
+        control = f"tcp://{host}:5000"
+        with pytest.raises(BadConfiguration, match=r"--curve-key FILE"):
+            parse_coordinator(["--control", control], {})
+        assert parse_coordinator(["--control", control, "--curve-key", "k"], {}).control == control
+    in_file = write(tmp_path, 'control = "tcp://10.0.0.1:5000"\ncurve_key = "k"')
+    assert parse_coordinator(["--config", in_file], {}).curve_key == Path("k").absolute()
     assert "tcp://HOST:PORT" in refusal("--control", "127.0.0.1:5000")
     assert "tcp://HOST:PORT" in refusal("--control", "tcp://127.0.0.1:0")
     assert serve().control == "tcp://127.0.0.1:*"
-    with pytest.raises(BadConfiguration, match="HOST:PORT"):
-        parse_worker(["--coordinator", "tcp://127.0.0.1:*"], "decode")
+    assert "name one address" in refusal("--control", "tcp://0.0.0.0:5000", "--curve-key", "k")
 
 
 # --- handing settings to a child ---

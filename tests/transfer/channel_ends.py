@@ -21,6 +21,7 @@ import xxhash
 
 from common.counters import Counters
 from common.effects import Effect, SendBlock, ToReceiver, ToSender
+from common.endpoints import Endpoint
 from common.messages import AboutRequest, Block, Message, PeerAddress, Sender
 from common.request import Incarnation, Key, RequestId, WorkerId
 from tests.transfer.bare_pool import BarePool
@@ -87,7 +88,7 @@ class Giver(_End):
         super().__init__(P, incarnation, pool)
         ends = [wrap(end) for end in pool.sending(transfer, self.me)]
         self.links = Links(self.me, self.counters, block_bytes=pool.block_bytes, sending=ends)
-        self.links.bind("127.0.0.1", None)
+        self.links.bind(Endpoint("127.0.0.1", None))
         self.sender = TransferSender(block_bytes=pool.block_bytes, window_bytes=window_bytes, **limits)
         self.events: list[SenderEvent] = []
         self.most_in_flight = 0
@@ -146,7 +147,7 @@ class Taker(_End):
         super().__init__(name, incarnation, pool)
         ends = pool.receiving(transfer, self.me, self.counters)
         self.links = Links(self.me, self.counters, block_bytes=pool.block_bytes, receiving=ends)
-        self.address = self.links.bind("127.0.0.1", None)
+        self.address = self.links.bind(Endpoint("127.0.0.1", None))
         receiver = TransferReceiver(block_bytes=pool.block_bytes, timeout_s=timeout_s)
         self.receiving = Receiving(receiver, WorkerId(name), room=pool.num_blocks)
         self._giver = P  # as links know it: whoever spoke last

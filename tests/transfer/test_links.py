@@ -20,6 +20,7 @@ import zmq.asyncio
 import transfer.links
 import transfer.presence
 from common.counters import Counters
+from common.endpoints import Endpoint
 from common.messages import (
     Abort,
     Block,
@@ -57,7 +58,7 @@ class End:
             sending=[TcpSending(self.pool)],
             receiving=[TcpReceiving()],
         )
-        self.address = self.links.bind("127.0.0.1", None)
+        self.address = self.links.bind(Endpoint("127.0.0.1", None))
         self.heard: list[tuple[Message, str]] = []
         self.blocks: list[tuple[Block, bytes]] = []
         self.gone: list[str] = []
