@@ -12,6 +12,7 @@ from common.parent_watch import end_with_parent
 from common.paths import require_own_folders
 from coordinator.model_folder import resolve_model
 from coordinator.service import run
+from transfer.cluster_key import key_of
 
 
 def main() -> int:
@@ -38,7 +39,8 @@ def main() -> int:
                 f"WARNING: these keys of [tiers] have no effect in this release: {', '.join(idle)}",
                 file=sys.stderr,
             )
-        return run(settings.model_copy(update={"model": resolve_model(settings.model)}))
+        key = key_of(settings.curve_key)
+        return run(settings.model_copy(update={"model": resolve_model(settings.model)}), key)
     except StartupError as error:
         print(f"kvferry coordinator: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -17,7 +17,7 @@ from common.errors import BadConfiguration, StartupError
 from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment
 from common.version import VERSION
-from coordinator import admin_client
+from coordinator import admin_client, keys_command
 from coordinator.admin_client import DEFAULT_URL
 from coordinator.door.tls import client_context
 
@@ -36,6 +36,7 @@ usage: kvferry COMMAND [flags]
   decode       one decode worker      (--coordinator tcp://HOST:PORT)
   bench        measures or simulates a service  (not in this release)
   status       shows the workers of a running service
+  keys         makes the key that a cluster on several machines needs  (keys new FILE, keys show FILE)
 
   --version    prints the version
   kvferry COMMAND --help lists the flags of a command
@@ -67,9 +68,11 @@ def _run(command: str, argv: list[str]) -> int:
         return serve(parse_serve(argv, os.environ))
     if command == "status":
         return _status(argv)
+    if command == "keys":
+        return keys_command.run(argv)
     if command in MODULES:
         _become(MODULES[command], argv)
-    known = ["serve", "status", *MODULES]
+    known = ["serve", "status", "keys", *MODULES]
     close = difflib.get_close_matches(command, known, n=1)
     raise BadConfiguration(
         "no such command" + (f": did you mean {close[0]}?" if close else " (see kvferry --help)")

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from common.effects import Effect, ToFront, ToWorker
 from common.endpoints import Endpoint
@@ -60,12 +59,15 @@ from coordinator.registry import Worker
 from coordinator.streams import MailboxStream
 from coordinator.worker_metrics import WorkerSnapshot
 from transfer.addresses import bind
-from transfer.inbox import Inbox, Turns, identity, make_socket, only, send
+from transfer.cluster_key import ClusterKey
+from transfer.inbox import Inbox, Turns, identity, only, send
+from transfer.sockets import Sockets
 
 log = logging.getLogger(__name__)
 
 FRONT = FrontId("front-0")
 SHUTTING_DOWN = "shutting_down"
+LAST_WORDS_MS = 200
 FROM_WORKERS = (Register, Heartbeat, Started, Ended, Accepted, Later, Refused)
 _ANSWERS = (Registered, RegistrationRefused, HeartbeatAck)
 
@@ -79,6 +81,7 @@ class ControlPlane:
         collocated: bool,
         request_timeout_s: float,
         max_buffered_bytes: int = 1 << 20,
+        key: ClusterKey | None = None,
     ) -> None:
         self._cluster = cluster
         self._front = Front()
@@ -92,10 +95,10 @@ class ControlPlane:
             RequestId, tuple[MailboxStream, int]
         ] = {}  # of each live request, and which choice
         self._limits: dict[MailboxStream, asyncio.TimerHandle] = {}
-        self._context = zmq.asyncio.Context()
-        self._control = make_socket(self._context, zmq.ROUTER, MAX_MESSAGE_BYTES)
+        self._sockets = Sockets(cluster.counters, key)
+        self._control = self._sockets.listening(zmq.ROUTER, MAX_MESSAGE_BYTES, "--control")
         self._control.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._tokens = make_socket(self._context, zmq.PULL, MAX_MESSAGE_BYTES)
+        self._tokens = self._sockets.listening(zmq.PULL, MAX_MESSAGE_BYTES, "tokens")
         self._inbox = Inbox(cluster.counters)
         self._processes = ProcessWatch(self._process_ended)
         self._timer: asyncio.TimerHandle | None = None
@@ -140,8 +143,7 @@ class ControlPlane:
         self._processes.close()
         for timer in (*self._limits.values(), *([self._timer] if self._timer else [])):
             timer.cancel()
-        await asyncio.sleep(0)
-        self._context.destroy(linger=200)
+        await self._sockets.end(LAST_WORDS_MS)
 
     # ------------------------------------------------------------ Gateway
 

@@ -35,6 +35,7 @@ from coordinator.cores import available_cores, share_cores
 from coordinator.door.tls import own_client_context, server_context, why_refused
 from coordinator.model_folder import resolve_model
 from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
+from transfer.cluster_key import key_of
 
 COORDINATOR = "coordinator"
 POLL_INTERVAL_S = 0.1
@@ -59,6 +60,7 @@ class Plan:
 def serve(settings: ServeSettings) -> int:
     """Runs until a signal or a fault that a person must act on; returns the exit code of the contract."""
     require_own_folders()
+    key_of(settings.curve_key)  # a fault of it is said once, by this process, before any child is started
     tls = own_client(settings)
     settings = settings.model_copy(update={"model": resolve_model(settings.model)})
     return asyncio.run(_Service(settings, make_plan(settings), tls).run())

@@ -31,22 +31,25 @@ from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenizer import Tokenizer
+from transfer.cluster_key import ClusterKey
+from transfer.sockets import allow_open_files
 
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
 
 
-def run(settings: CoordinatorSettings) -> int:
+def run(settings: CoordinatorSettings, key: ClusterKey | None) -> int:
     """Serves until SIGTERM or Ctrl-C; 0 after a clean stop. Raises StartupError."""
     set_up_logging(settings.log_level)
+    allow_open_files()
     tls = server_context(settings)
     listener = listen(settings.host, settings.port)
     template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
     tokenizer = Tokenizer(local_folder(settings.model or ""), template)
     structured = StructuredOutput(tokenizer)
     structured.prepare()
-    uvloop.run(_serve(settings, tokenizer, structured, listener, tls))
+    uvloop.run(_serve(settings, tokenizer, structured, listener, tls, key))
     return 0
 
 
@@ -56,6 +59,7 @@ async def _serve(
     structured: StructuredOutput,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
+    key: ClusterKey | None,
 ) -> None:
     metrics = Metrics(tuple(settings.all_tiers))
     limits = within_open_files(_limits(settings))
@@ -81,6 +85,7 @@ async def _serve(
         collocated=settings.collocated,
         request_timeout_s=settings.request_timeout,
         max_buffered_bytes=settings.max_buffered_bytes,
+        key=key,
     )
     control = parse_endpoint(settings.control)
     plane.start(control)

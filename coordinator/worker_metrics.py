@@ -30,6 +30,8 @@ COUNTERS = {
     "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption, abort or migration.",
     "recomputed_prompt_tokens_total": "Prompt tokens that a decode worker computed though their KV had been there: "
     "after a preemption, or for a next attempt. Rising steadily, its pool is too small.",
+    "refused_handshakes_total": "Callers that were not let in, by reason.",
+    "failed_handshakes_total": "Calls of ours that were not let in, by reason.",
     "dropped_samples_total": "Samples that were negative or not finite.",
 }
 HISTOGRAMS = {

@@ -1,7 +1,4 @@
-"""Reads what comes from a socket: checked messages only, garbage counted and its sender shut out after a while.
-
-Also the one place where our sockets get their options, so that every one has bounds and none waits for ever.
-"""
+"""Reads what comes from a socket: checked messages only, garbage counted and its sender shut out after a while."""
 
 from __future__ import annotations
 
@@ -21,24 +18,10 @@ from common.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
-LINGER_MS = 1000
-UNSENT_MESSAGES = 100_000  # more are dropped, and said again by the protocol
-UNREAD_MESSAGES = 1_000  # more wait at their sender: what we are slow to read is bounded here, and not lost
 TURN_S = 0.002
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
-
-
-def make_socket(context: zmq.asyncio.Context, kind: int, max_bytes: int) -> zmq.asyncio.Socket:
-    """A socket that neither keeps a process from leaving nor takes a message longer than `max_bytes`."""
-    socket: zmq.asyncio.Socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, UNSENT_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.IPV6, 1)
-    return socket
 
 
 def identity(sender: Sender) -> bytes:
@@ -88,7 +71,7 @@ def only(frames: Sequence[bytes]) -> bytes:
 class Inbox:
     """Who sends MAX_VIOLATIONS pieces of garbage, nothing valid between them, is not listened to for SHUT_OUT_S.
 
-    Not for ever: a ROUTER knows peers by a name that anybody on loopback can use, and an impostor must not be able
+    Not for ever: a ROUTER knows peers by a name that anybody who is let in can use, and an impostor must not be able
     to shut the real one out. The time is shorter than a worker may be silent, so that does not even cost a worker.
     """
 

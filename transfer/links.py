@@ -11,8 +11,8 @@ socket takes what is said on it and nothing else: a command comes from the coord
 answer only from the life of the worker that its way leads to, and what a prefill worker began nobody else of its name,
 or another life of it, can go on with or end (it is known by its identity: `peer_of`).
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
-Every message is bounded in size by the socket and checked (`inbox.py`). A data message is two frames: the block's
-bytes, empty where its channel brings them in another way (`channel.py`), then its header.
+Every message is bounded in size by the socket (`sockets.py`) and checked (`inbox.py`). A data message is two frames:
+the block's bytes, empty where its channel brings them in another way (`channel.py`), then its header.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ from common.request import Key, WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.addresses import bind
 from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
-from transfer.inbox import LINGER_MS, Inbox, Turns, identity, make_socket, only, send
+from transfer.cluster_key import ClusterKey
+from transfer.fronts import Fronts
+from transfer.inbox import Inbox, Turns, identity, only, send
 from transfer.presence import Presence
+from transfer.sockets import LINGER_MS, Sockets
 from transfer.way import Way
 
 log = logging.getLogger(__name__)
@@ -99,19 +102,20 @@ class Links:
         block_bytes: int,
         sending: Sequence[SendingEnd] = (),
         receiving: Sequence[ReceivingEnd] = (),
+        key: ClusterKey | None = None,
     ) -> None:
         self.me = me
         self._counters = counters
         self._sending = sending
         self._receiving = {end.name: end for end in receiving}
         self._block_bytes = block_bytes
-        self._context = zmq.asyncio.Context()
+        self._sockets = Sockets(counters, key)
         self._control: zmq.asyncio.Socket | None = None
-        self._peers = self._socket(zmq.ROUTER, MAX_MESSAGE_BYTES)
+        self._peers = self._sockets.listening(zmq.ROUTER, MAX_MESSAGE_BYTES, "transfer control")
         self._peers.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._peers.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to who has left is counted as unsent
-        self._data = self._socket(zmq.PULL, block_bytes + _HEADER_BYTES)
-        self._fronts: dict[str, tuple[str, zmq.asyncio.Socket]] = {}
+        self._data = self._sockets.listening(zmq.PULL, block_bytes + _HEADER_BYTES, "KV blocks")
+        self._fronts = Fronts(self._sockets)
         self._ways: dict[WorkerId, Way] = {}
         self._inbox = Inbox(counters)
         self._tasks: list[asyncio.Task[None]] = []
@@ -167,8 +171,8 @@ class Links:
 
     def _connect_control(self) -> None:
         assert self._on_control is not None and self._coordinator is not None
-        self._control = self._dealer()
-        self._coordinators = Presence(self._control, lambda: None)
+        self._coordinators = Presence(lambda: None)
+        self._control = self._dealer(f"the coordinator at {self._coordinator}", self._coordinators)
         self._control.connect(str(self._coordinator))
         reading = self._read_messages(self._control, FROM_COORDINATOR, self._on_control)
         self._control_reader = asyncio.create_task(reading)
@@ -185,22 +189,8 @@ class Links:
         self._connect_control()
 
     def connect_fronts(self, fronts: dict[str, str]) -> None:
-        """Follows what the coordinator says of the fronts: new ones, moved ones, gone ones."""
         assert self._coordinator is not None
-        here = self._coordinator.host
-        fronts = {name: str(parse_endpoint(told).reached_at(here)) for name, told in fronts.items()}
-        for name, (endpoint, socket) in list(self._fronts.items()):
-            if fronts.get(name) != endpoint:
-                socket.close(linger=0)
-                del self._fronts[name]
-        for name, endpoint in fronts.items():
-            if name not in self._fronts:
-                try:
-                    socket = self._connected(zmq.PUSH, MAX_MESSAGE_BYTES, endpoint)
-                except zmq.ZMQError as error:
-                    log.warning("front %s cannot be reached at %s: %s", name, endpoint, error)
-                    continue
-                self._fronts[name] = (endpoint, socket)
+        self._fronts.follow(fronts, self._coordinator)
 
     async def close(self) -> None:
         """Everything unsent gets LINGER_MS, where anybody is there to take it. (The fronts are the coordinator's.)"""
@@ -219,7 +209,7 @@ class Links:
             task.cancel()
         await asyncio.sleep(0)
         self._peers.close(linger=LINGER_MS)
-        self._context.destroy(linger=LINGER_MS if there else 0)
+        await self._sockets.end(LINGER_MS if there else 0)
 
     # ------------------------------------------------------------ sending
 
@@ -228,11 +218,11 @@ class Links:
         self._send(self._control, message)
 
     def to_front(self, front: str, message: Message) -> None:
-        link = self._fronts.get(front)
-        if link is None:
+        socket = self._fronts.get(front)
+        if socket is None:
             self._counters.add("unsent_messages_total", kind=type(message).__name__)
             return
-        self._send(link[1], message)
+        self._send(socket, message)
 
     def to_receiver(self, target: PeerAddress, message: Message) -> None:
         try:
@@ -282,19 +272,19 @@ class Links:
 
     def _make_way(self, target: PeerAddress) -> Way:
         """Raises ZMQError, and leaves nothing behind, where the address is none or there are no sockets left."""
-        data = self._connected(zmq.PUSH, _HEADER_BYTES, target.data)
+        presence = Presence(lambda: self._peer_gone(target))
+        sockets: list[zmq.asyncio.Socket] = []
         try:
-            control = self._dealer()
-        except zmq.ZMQError:
-            data.close(linger=0)
-            raise
-        presence = Presence(control, lambda: self._peer_gone(target))
-        try:
+            where = f"{target.worker} at {target.data}"
+            sockets.append(self._sockets.calling(zmq.PUSH, _HEADER_BYTES, where, gave_up=presence.refused))
+            sockets.append(self._dealer(f"{target.worker} at {target.control}", presence))
+            data, control = sockets
+            data.connect(target.data)
             control.connect(target.control)
         except zmq.ZMQError:
             presence.end()
-            control.close(linger=0)
-            data.close(linger=0)
+            for socket in sockets:
+                socket.close(linger=0)
             raise
         reader = asyncio.create_task(self._read_messages(control, FROM_RECEIVERS, self._answered(target)))
         return Way(self.me, self._counters, target, control, data, presence, reader, self._refuse(target))
@@ -329,19 +319,9 @@ class Links:
 
         return deliver
 
-    def _dealer(self) -> zmq.asyncio.Socket:
-        socket = self._socket(zmq.DEALER, MAX_MESSAGE_BYTES)
+    def _dealer(self, name: str, presence: Presence) -> zmq.asyncio.Socket:
+        socket = self._sockets.calling(zmq.DEALER, MAX_MESSAGE_BYTES, name, presence=presence)
         socket.setsockopt(zmq.IDENTITY, identity(self.me))
-        return socket
-
-    def _connected(self, kind: int, max_bytes: int, endpoint: str) -> zmq.asyncio.Socket:
-        """Raises ZMQError, and leaves nothing behind."""
-        socket = self._socket(kind, max_bytes)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError:
-            socket.close(linger=0)
-            raise
         return socket
 
     # ------------------------------------------------------------ receiving
@@ -392,9 +372,6 @@ class Links:
             self._inbox.guard(end.take, header, sender, memoryview(frames[0].buffer), deliver)
 
     # ------------------------------------------------------------ inside
-
-    def _socket(self, kind: int, max_bytes: int) -> zmq.asyncio.Socket:
-        return make_socket(self._context, kind, max_bytes)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))

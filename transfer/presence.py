@@ -13,50 +13,43 @@ import asyncio
 from collections.abc import Callable
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 GONE_AFTER_S = 3.0
 REFUSALS = 5  # libzmq tries again after 0.1 to 0.2 s
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+PRESENCE = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 class Presence:
     """Of one connecting socket, from before it connects until `end`. Use inside a running event loop."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, gone: Callable[[], None]) -> None:
+    def __init__(self, gone: Callable[[], None]) -> None:
         self.there = False
-        self._socket = socket
         self._gone = gone
         self._refusals = 0
-        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(_EVENTS)
         self._limit = self._new_limit()
-        self._reader = asyncio.create_task(self._read())
 
     def end(self) -> None:
-        """Before the socket is closed. Idempotent."""
+        """When the socket is closed. Idempotent."""
         self._limit.cancel()
-        self._reader.cancel()
-        if not self._monitor.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
 
-    async def _read(self) -> None:
-        while True:
-            event = (await recv_monitor_message(self._monitor))["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.there, self._refusals = True, 0
-                self._limit.cancel()
-            elif event == zmq.EVENT_DISCONNECTED:
-                if self.there:
-                    self.there = False
-                    self._limit = self._new_limit()
-            elif not self.there:
-                self._refusals += 1
-                if self._refusals == REFUSALS:
-                    self._limit.cancel()
-                    # Soon and not now: most often it ends this very watch.
-                    self._limit = asyncio.get_running_loop().call_later(0, self._gone)
+    def hear(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.there, self._refusals = True, 0
+            self._limit.cancel()
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self.there:
+                self.there = False
+                self._limit = self._new_limit()
+        elif event == zmq.EVENT_CONNECT_RETRIED and not self.there:
+            self._refusals += 1
+            if self._refusals == REFUSALS:
+                self.refused()
+
+    def refused(self) -> None:
+        """Nobody listens; or a socket beside this one was turned away for good, and this one alone is of no use. Soon
+        and not now: most often it ends this very watch."""
+        self._limit.cancel()
+        self._limit = asyncio.get_running_loop().call_later(0, self._gone)
 
     def _new_limit(self) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(GONE_AFTER_S, self._gone)

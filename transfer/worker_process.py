@@ -38,9 +38,11 @@ from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
 from transfer.addresses import address_towards
+from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.segment import PoolSegment
+from transfer.sockets import allow_open_files
 from transfer.worker_loop import PureWorker, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,8 @@ class RunnerGrammars:
 
 def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
+    key = key_of(settings.curve_key)
+    allow_open_files()
     threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
     segment = PoolSegment()
@@ -150,7 +154,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     model, runner = _load(settings, threads, load, segment.allocate if shown else None)
     runner.prepare_grammars()
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
-    uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node))
+    uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key))
     return 0
 
 
@@ -185,6 +189,7 @@ async def _serve(
     segment: PoolSegment,
     threads: int,
     make_node: MakeNode,
+    key: ClusterKey | None,
 ) -> None:
     layout = runner.cache.layout
     me = Sender(settings.worker_id or f"{role}-{os.getpid()}", Incarnation(time.time_ns() // 1000))
@@ -199,7 +204,7 @@ async def _serve(
         tenant_scope=settings.prefix_cache_scope == "tenant",
     )
     node = make_node(core, digest(fingerprint), layout.block_bytes)
-    links = _links(settings, role, me, runner.cache, segment, node.records.counters)
+    links = _links(settings, role, me, runner.cache, segment, node.records.counters, key)
     address = links.bind(*own_endpoints(settings))
     log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))
     loop = WorkerLoop(
@@ -241,14 +246,15 @@ def _links(
     cache: PagedCache,
     segment: PoolSegment,
     counters: Counters,
+    key: ClusterKey | None,
 ) -> Links:
     """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives."""
     block_bytes = cache.layout.block_bytes
     if role == "prefill":
         ends = sending_ends(settings.transfer, me, cache, segment, block_bytes)
-        return Links(me, counters, block_bytes=block_bytes, sending=ends)
+        return Links(me, counters, block_bytes=block_bytes, sending=ends, key=key)
     receiving = receiving_ends(settings.transfer, me, counters, block_bytes)
-    return Links(me, counters, block_bytes=block_bytes, receiving=receiving)
+    return Links(me, counters, block_bytes=block_bytes, receiving=receiving, key=key)
 
 
 def fingerprint_of(runner: Runner, model: Path) -> Fingerprint:
