@@ -11,6 +11,7 @@ from dataclasses import replace
 import zmq
 import zmq.asyncio
 
+from common.endpoints import Endpoint
 from common.messages import (
     Accepted,
     Decode,
@@ -148,10 +149,10 @@ async def coordinator_scene() -> AsyncIterator[Scene]:
     cluster = Cluster(registry, queue, first_attempt=first_attempt_of_epoch(int(time.time())))
     plane = ControlPlane(cluster, Metrics(("default",)), collocated=True, request_timeout_s=60)
     inbox = CountingInbox.all[-1]
-    tokens = plane.bind_tokens("127.0.0.1")
+    tokens = plane.bind_tokens(Endpoint("127.0.0.1", None))
     registry.set_front(FRONT, tokens)
     attackers = Attackers()
-    plane.start("tcp://127.0.0.1:*")
+    plane.start(Endpoint("127.0.0.1", None))
     control = plane._control.getsockopt_string(zmq.LAST_ENDPOINT)
     honest = HonestWorker(control, tokens)
     speak = attackers.speaker(control)

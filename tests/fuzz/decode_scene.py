@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import zmq
 
+from common.endpoints import Endpoint
 from common.messages import (
     Abort,
     Block,
@@ -144,7 +145,7 @@ async def decode_scene() -> AsyncIterator[Scene]:
     ends = pool.receiving("auto", me, node.records.counters)
     links = Links(me, node.records.counters, block_bytes=BLOCK, receiving=ends)
     inbox = CountingInbox.all[-1]
-    address = links.bind("127.0.0.1", None)
+    address = links.bind(Endpoint("127.0.0.1", None))
     giver = Giver(giving, "auto")
     async with worker_running(coordinator, node, links, pool, me) as loop:
         giver.start()

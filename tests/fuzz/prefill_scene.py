@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import zmq
 
+from common.endpoints import Endpoint
 from common.messages import Abort, PeerAddress, Prefill, Sender
 from common.request import Incarnation, WorkerId
 from prefill_node.worker import PrefillWorker
@@ -107,7 +108,7 @@ async def prefill_scene() -> AsyncIterator[Scene]:
     node = PrefillWorker(batching(), sender, fingerprint="fp", block_bytes=BLOCK)
     links = Links(me, node.records.counters, block_bytes=BLOCK, sending=pool.sending("tcp", me))
     inbox = CountingInbox.all[-1]
-    address = links.bind("127.0.0.1", None)
+    address = links.bind(Endpoint("127.0.0.1", None))
     taker = Taker(BarePool(64, BLOCK), "tcp")
     router, control = attackers.bound(zmq.ROUTER)
     sink, data = attackers.bound(zmq.PULL)
