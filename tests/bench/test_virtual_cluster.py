@@ -217,8 +217,8 @@ def test_worker_dies_and_comes_back(victim: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_worker_is_replaced_at_once_under_its_old_name(victim: str) -> None:
-    """BR-040: nobody has noticed the death when the new incarnation registers."""
+def test_BR_040_worker_is_replaced_at_once_under_its_old_name(victim: str) -> None:
+    """Nobody has noticed the death when the new incarnation registers."""
     run = Run(1, faults=FAIR, prefill=1, decode=1)
     run.cluster.at(3.0, lambda: run.cluster.restart(victim))
     run.to_the_end()

@@ -225,8 +225,7 @@ def test_classes_first() -> None:
 # ---------------------------------------------------------------- answers
 
 
-def test_an_unanswered_dispatch_is_said_again_then_goes_elsewhere() -> None:
-    """BR-030."""
+def test_BR_030_an_unanswered_dispatch_is_said_again_then_goes_elsewhere() -> None:
     bench = four()
     key, prefill, _ = bench.dispatched()
     commands = []
@@ -284,7 +283,7 @@ def test_refused_by_everybody_is_an_end() -> None:
     bench.check_settled()
 
 
-def test_a_failed_attempt_is_repeated_and_a_hopeless_one_is_not() -> None:
+def test_BR_051_a_failed_attempt_is_repeated_and_a_hopeless_one_is_not() -> None:
     bench = four()
     key, prefill, decode = bench.accepted()
     told = bench.say(prefill, Ended(*key, outcome="failed", reason="transfer: no progress"))
@@ -582,8 +581,7 @@ def test_a_worker_known_to_be_dead_is_lost_without_waiting_for_heartbeats() -> N
     assert again == []
 
 
-def test_another_fingerprint_is_refused_with_both_values() -> None:
-    """BR-144."""
+def test_BR_144_another_fingerprint_is_refused_with_both_values() -> None:
     bench = pair()
     bench.incarnations["d1"] = 1
     ((_, answer),) = bench.say("d1", card("d1", dtype="float16"))

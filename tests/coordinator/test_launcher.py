@@ -10,7 +10,7 @@ import socketserver
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -201,7 +201,8 @@ UNLOADABLE_WORKER = "import sys; print('kvferry prefill: no such tensor', file=s
 class Stage:
     """The launcher as a process, with what it prints in files."""
 
-    def __init__(self, folder: Path, worker: str, *flags: str) -> None:
+    def __init__(self, folder: Path, worker: str, *flags: str, before: Sequence[str] = ()) -> None:
+        """`before`: what comes before the command, such as a shell that is to become it."""
         self._held = reserve_port("127.0.0.1")
         self.port: int = self._held.getsockname()[1]
         self.pid_files = folder / "pids"
@@ -210,6 +211,7 @@ class Stage:
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 [
+                    *before,
                     sys.executable,
                     "-c",
                     STAGE,
@@ -264,8 +266,8 @@ def launch() -> Iterator[Callable[..., Stage]]:
     """Starts stages and leaves nothing of them behind."""
     with contextlib.ExitStack() as stages:
 
-        def start(folder: Path, worker: str, *flags: str) -> Stage:
-            stage = Stage(folder, worker, *flags)
+        def start(folder: Path, worker: str, *flags: str, before: Sequence[str] = ()) -> Stage:
+            stage = Stage(folder, worker, *flags, before=before)
             stages.callback(stage.close)
             return stage
 
@@ -320,6 +322,28 @@ def test_a_second_signal_stops_at_once(launch: Callable[..., Stage], tmp_path: P
     stage.process.send_signal(signal.SIGINT)
     assert stage.process.wait(timeout=3) == 1
     assert stage.nobody_left()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_BR_042_only_children_that_the_launcher_started_are_ended(
+    launch: Callable[..., Stage], tmp_path: Path, times: int
+) -> None:
+    """A child that it inherited (a shell started it and became the launcher), in its own process group, lives on."""
+    pid_file = tmp_path / "sleep"
+    shell = ("sh", "-c", 'sleep 60 & echo $! > "$0"; exec "$@"', str(pid_file))
+    stage = launch(tmp_path, STUBBORN_WORKER if times == 2 else WORKER, before=shell)
+    stage.until("try it:")
+    other = int(pid_file.read_text())
+    try:
+        stage.process.send_signal(signal.SIGINT)
+        if times == 2:
+            stage.until("once more stops at once")
+            stage.process.send_signal(signal.SIGINT)
+        stage.process.wait(timeout=10)
+        assert stage.nobody_left()
+        assert alive(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
 
 
 def test_kill_9_of_the_launcher_leaves_nobody(launch: Callable[..., Stage], tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_prompt_shares_blocks_with_one_that_still_runs() -> None:
     bench.check_empty()
 
 
-def test_story_of_reservation() -> None:
+def test_BR_044_story_of_reservation() -> None:
     """1 the pool fits one long prompt  2 the second waits whole, no block of it is taken (BR-044, BR-050)
     3 computed is not delivered: it waits still  4 delivered: it runs."""
     bench = Bench(num_blocks=10)
@@ -160,7 +160,7 @@ def test_story_of_reservation() -> None:
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_two_half_cached_prompts_that_do_not_fit_together(order: tuple[str, str]) -> None:
+def test_BR_050_two_half_cached_prompts_that_do_not_fit_together(order: tuple[str, str]) -> None:
     """BR-050: prefixes of a quarter and a third of the pool, 0.8 and 0.6 of it in all. Neither waits for the other
     with blocks in its hands."""
     bench = Bench(num_blocks=20)
