@@ -91,28 +91,25 @@ class ClusterMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ processes
 
-    @rule(name=names, noticed=st.booleans())
-    def worker_dies(self, name: str, noticed: bool) -> None:
-        self.cluster.kill(name, noticed=noticed)
+    @rule(
+        name=names, what=st.sampled_from(("dies", "is seen to die", "stands still", "restarts", "is to go"))
+    )
+    def process(self, name: str, what: str) -> None:
+        loop = self.cluster.loops[WorkerId(name)]
+        match what:
+            case "stands still":
+                self.cluster.freeze(name)
+            case "restarts":
+                self.cluster.restart(name)
+            case "is to go" if loop.alive and not loop.frozen:
+                self.cluster.terminate(name, 2.0)
+            case "dies" | "is seen to die":
+                self.cluster.kill(name, noticed=what == "is seen to die")
 
     @rule(name=names)
-    def worker_restarts(self, name: str) -> None:
-        self.cluster.restart(name)
-
-    @rule(name=names)
-    def worker_stands_still(self, name: str) -> None:
-        self.cluster.freeze(name)
-
-    @rule(name=names)
-    def worker_goes_on(self, name: str) -> None:
+    def process_goes_on(self, name: str) -> None:
         if self.cluster.loops[WorkerId(name)].frozen:
             self.cluster.thaw(name)
-
-    @rule(name=names, deadline_s=st.sampled_from((0.05, 30.0)))
-    def worker_is_told_to_go(self, name: str, deadline_s: float) -> None:
-        loop = self.cluster.loops[WorkerId(name)]
-        if loop.alive and not loop.frozen:
-            self.cluster.terminate(name, deadline_s)
 
     @precondition(lambda self: len(self.asked) > 3)
     @rule()
@@ -166,7 +163,7 @@ class ClusterMachine(RuleBasedStateMachine):
         cluster.network.let_go()
         for name in NAMES:
             loop = cluster.loops[WorkerId(name)]
-            self.worker_goes_on(name)
+            self.process_goes_on(name)
             if not loop.alive or loop.worker.node.draining:
                 cluster.restart(name)
         until = cluster.now + ENDS_WITHIN_S

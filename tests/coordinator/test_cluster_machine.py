@@ -139,25 +139,23 @@ class ClusterMachine(RuleBasedStateMachine):
         self._carry(self.cluster.submit(Submit(requests, deadline_s), self.now))
 
     @precondition(lambda self: len(self.front) > 0)
-    @rule(which=some)
-    def client_leaves(self, which: int) -> None:
-        self._leave(self._open_one(which), "left")
+    @rule(which=some, stops=st.booleans())
+    def client_leaves_or_has_enough(self, which: int, stops: bool) -> None:
+        """It leaves with all that it asked for at once; a stop string ends one choice."""
+        request_id = self._open_one(which)
+        if stops:
+            self._end(request_id, "stop")
+            self.front.close(request_id)
+            self._carry(self.cluster.from_front(StopRequest(request_id), self.now))
+        else:
+            self._leave(request_id, "left")
 
     def _leave(self, request_id: RequestId, end: str) -> None:
-        """With all that it asked for at once."""
         for other in self.answers[request_id].group:
             if self.answers[other].end is None:
                 self._end(other, end)
                 self.front.close(other)
                 self._carry(self.cluster.from_front(CancelRequest(other, "client left"), self.now))
-
-    @precondition(lambda self: len(self.front) > 0)
-    @rule(which=some)
-    def stop_string_is_found(self, which: int) -> None:
-        request_id = self._open_one(which)
-        self._end(request_id, "stop")
-        self.front.close(request_id)
-        self._carry(self.cluster.from_front(StopRequest(request_id), self.now))
 
     def _open_one(self, which: int) -> RequestId:
         open_now = [request_id for request_id, answer in self.answers.items() if answer.end is None]
@@ -165,55 +163,64 @@ class ClusterMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ workers
 
-    @rule(name=names, which=some, steps=st.integers(1, 4))
-    def worker_goes_on(self, name: str, which: int, steps: int) -> None:
-        worker = self.workers[name]
+    @precondition(lambda self: self._held())
+    @rule(which=some, steps=st.integers(1, 4))
+    def worker_goes_on(self, which: int, steps: int) -> None:
+        worker, key = self._held_one(which)
         for _ in range(steps):
-            if worker.alive and worker.held:
-                key = list(worker.held)[which % len(worker.held)]
-                for sayer, message in worker.go_on(key, self.workers):
-                    self._say(sayer, message)
+            self._go_on(worker, key)
+
+    def _go_on(self, worker: ScriptedWorker, key: Key) -> None:
+        if worker.alive and key in worker.held:
+            for sayer, message in worker.go_on(key, self.workers):
+                self._say(sayer, message)
+
+    def _held(self) -> list[tuple[ScriptedWorker, Key]]:
+        return [(worker, key) for worker in self.workers.values() for key in worker.held]
+
+    def _held_one(self, which: int) -> tuple[ScriptedWorker, Key]:
+        held = self._held()
+        return held[which % len(held)]
 
     @rule(name=names)
     def worker_beats(self, name: str) -> None:
         if self.workers[name].alive:
             self._say(self.workers[name], self.workers[name].beat())
 
-    @rule(name=names, which=some, retryable=st.booleans())
-    def worker_gives_up(self, name: str, which: int, retryable: bool) -> None:
+    @precondition(lambda self: self._held())
+    @rule(which=some, retryable=st.booleans())
+    def worker_gives_up(self, which: int, retryable: bool) -> None:
+        worker, key = self._held_one(which)
+        for message in worker.end(key, "failed", retryable=retryable):
+            self._say(worker, message)
+
+    @precondition(lambda self: self._held())
+    @rule(which=some)
+    def worker_forgets(self, which: int) -> None:
+        worker, key = self._held_one(which)
+        del worker.held[key]
+
+    @rule(name=names, what=st.sampled_from(("dies", "is seen to die", "goes on", "restarts", "is to drain")))
+    def worker(self, name: str, what: str) -> None:
+        """One that dies unseen may only have been silent: it goes on."""
         worker = self.workers[name]
-        if worker.held:
-            key = list(worker.held)[which % len(worker.held)]
-            for message in worker.end(key, "failed", retryable=retryable):
-                self._say(worker, message)
+        match what:
+            case "dies":
+                worker.alive = False
+            case "is seen to die":
+                worker.alive = False
+                life = Incarnation(worker.incarnation)
+                self._carry(self.cluster.worker_died(WorkerId(name), life, self.now))
+            case "goes on":
+                worker.alive = True
+            case "restarts":
+                self._restart(worker)
+            case "is to drain":
+                self._carry(self.cluster.drain(WorkerId(name), 10.0, self.now) or [])
 
-    @rule(name=names, which=some)
-    def worker_forgets(self, name: str, which: int) -> None:
-        worker = self.workers[name]
-        if worker.held:
-            del worker.held[list(worker.held)[which % len(worker.held)]]
-
-    @rule(name=names, seen=st.booleans())
-    def worker_dies(self, name: str, seen: bool) -> None:
-        """`seen`: by whoever started it."""
-        worker = self.workers[name]
-        worker.alive = False
-        if seen:
-            life = Incarnation(worker.incarnation)
-            self._carry(self.cluster.worker_died(WorkerId(name), life, self.now))
-
-    @rule(name=names)
-    def worker_was_only_silent(self, name: str) -> None:
-        self.workers[name].alive = True
-
-    @rule(name=names)
-    def worker_restarts(self, name: str) -> None:
-        self.workers[name].restart()
-        self._say(self.workers[name], self.workers[name].card())
-
-    @rule(name=names)
-    def worker_is_to_drain(self, name: str) -> None:
-        self._carry(self.cluster.drain(WorkerId(name), 10.0, self.now) or [])
+    def _restart(self, worker: ScriptedWorker) -> None:
+        worker.restart()
+        self._say(worker, worker.card())
 
     @precondition(lambda self: self.given)
     @rule(name=names, which=some, word=st.integers(0, 8), other=names)
@@ -379,7 +386,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name, worker in self.workers.items():
             if not worker.alive or worker.draining or name in self._draining():
-                self.worker_restarts(name)
+                self._restart(worker)
         self._let_all_flow(ENDS_WITHIN_S)
         assert not len(self.front) and self.cluster.settled, "something never ends"
         for worker in self.workers.values():
@@ -396,16 +403,15 @@ class ClusterMachine(RuleBasedStateMachine):
     def _workers_go_on(self) -> None:
         """What is under way arrives, and everybody does a step of all that it holds."""
         self.all_arrives()
-        for name, worker in self.workers.items():
-            for index in range(len(worker.held)):
-                self.worker_goes_on(name, index, 1)
+        for worker, key in self._held():
+            self._go_on(worker, key)
 
     def _let_all_flow(self, within_s: float) -> None:
         begins = self.now
         while self.now < begins + within_s:
             for name, worker in self.workers.items():
                 if worker.draining and not worker.held:
-                    self.worker_restarts(name)  # it has left as it was told to
+                    self._restart(worker)  # it has left as it was told to
                 self.worker_beats(name)
             for _ in range(40):
                 self._workers_go_on()
