@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from common.counters import Counters
+from common.endpoints import Endpoint
 from common.messages import Accepted, Decode, HeartbeatAck, Message, Registered, Sender
 from common.request import Incarnation, Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
 from coordinator.cluster import Cluster
@@ -21,6 +22,8 @@ from coordinator.registry import Registry
 from tests.coordinator.cluster_bench import card, heartbeat
 from transfer.links import Links
 
+HERE = Endpoint("127.0.0.1", None)
+
 
 class Life:
     """One life of worker d0, as far as its links go."""
@@ -28,7 +31,7 @@ class Life:
     def __init__(self, incarnation: int, control: str) -> None:
         self.heard: list[Message] = []
         self.links = Links(Sender("d0", Incarnation(incarnation)), Counters(), block_bytes=100)
-        address = self.links.bind("127.0.0.1", None)
+        address = self.links.bind(HERE)
         self.links.start(control, self._hear, self._hear, lambda *_: None)
         self.links.to_coordinator(replace(card("d0", incarnation), address=address))
 
@@ -59,8 +62,8 @@ def test_BR_040_a_worker_that_comes_back_at_once_under_its_name_gets_its_job(old
             registry, WaitingQueue(max_requests=8, max_tokens=1000), first_attempt=first_attempt_of_epoch(1)
         )
         plane = ControlPlane(cluster, Metrics(("default",)), collocated=True, request_timeout_s=60)
-        registry.set_front(FRONT, plane.bind_tokens("127.0.0.1"))
-        plane.start("tcp://127.0.0.1:*")
+        registry.set_front(FRONT, plane.bind_tokens(HERE))
+        plane.start(HERE)
         control = plane._control.getsockopt_string(zmq.LAST_ENDPOINT)
         old = Life(1, control)
         try:
