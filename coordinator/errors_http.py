@@ -41,6 +41,11 @@ class RouteNotFound(KvferryError):
     kind = "invalid_request_error"
 
 
+class NotForPages(KvferryError):
+    status = 403
+    kind = "permission_error"
+
+
 class MethodNotAllowed(KvferryError):
     status = 405
     kind = "invalid_request_error"

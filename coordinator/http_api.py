@@ -91,10 +91,15 @@ def create_app(
     add_docs_routes(
         app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
     )
+    cors = cors or Cors()
     door = FrontDoor(
-        app, api_keys, limits.max_concurrent_requests, lambda code: metrics.rejected.labels(code).inc()
+        app,
+        api_keys,
+        limits.max_concurrent_requests,
+        lambda code: metrics.rejected.labels(code).inc(),
+        cors.origins,
     )
-    return (cors or Cors()).around(door)
+    return cors.around(door)
 
 
 def _facts(

@@ -33,7 +33,7 @@ from coordinator.docs import answers, operator_answers
 from coordinator.door.front_door import MAX_REQUEST_ID_CHARS, OPEN
 from coordinator.door.json_body import MAX_DEPTH
 from coordinator.drain_api import ACCEPTED, DrainFields
-from coordinator.errors_http import ObjectNotFound
+from coordinator.errors_http import NotForPages, ObjectNotFound
 from coordinator.openai.field_schema import TOKEN_ID
 from coordinator.openai.schema import ChatFields, TextFields
 from coordinator.openai.tokenize_schema import DetokenizeFields, TokenizeFields
@@ -134,7 +134,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         status=ACCEPTED,
         body=DrainFields,
         body_optional=True,
-        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, ObjectNotFound),
+        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, NotForPages, ObjectNotFound),
         example={"deadline_s": 60},
     ),
     Route(
@@ -164,6 +164,7 @@ WHEN: Final[Mapping[type[KvferryError], str]] = {
     BadRequest: "A value of the wrong type or out of its range, two fields that contradict each other, a prompt that "
     "does not fit the context, or a body that is not JSON. param names the field.",
     Unauthorized: "No key, or none that is valid.",
+    NotForPages: "A web page of another origin asks for what changes the cluster.",
     ModelNotFound: "No model of this name is served.",
     ObjectNotFound: "The id is unknown, was forgotten, or is that of a lost worker.",
     DeadlinePassed: "The body did not arrive in time, or the request waited too long before its first token.",

@@ -1,4 +1,5 @@
 """What every request passes before its route: its time is taken, its key checked, its place given, its id echoed.
+Pages of other origins are turned away from what changes the cluster (`pages.py`).
 
 Pure ASGI, because a middleware that wraps the response (Starlette's decorator kind) hides that the client left.
 """
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 
 from common.errors import KvferryError, NotAdmitted, Unauthorized
 from coordinator.door.http_body import ASGIMessage, Receive, Scope, Send
+from coordinator.door.pages import comes_from_elsewhere
 from coordinator.door.response_writer import ResponseWriter
-from coordinator.errors_http import code_of, internal_error
+from coordinator.errors_http import NotForPages, code_of, internal_error
 
 log = logging.getLogger("kvferry.http")
 
@@ -53,8 +55,10 @@ class FrontDoor:
         api_keys: Sequence[str],
         max_concurrent_requests: int,
         rejected: Callable[[str], None],
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         self._app = app
+        self._allowed_origins = allowed_origins
         self._max_concurrent_requests = max_concurrent_requests
         self._rejected = rejected
         self._num_requests = 0
@@ -73,6 +77,11 @@ class FrontDoor:
         tenant = self._tenant(headers.get(b"authorization", b"")) if self._keys else None
         if self._keys and tenant is None and scope["path"] not in OPEN:
             await self._refuse(_unauthorized(), receive, send)
+            return
+        if comes_from_elsewhere(
+            scope["method"], scope["path"], scope["scheme"], headers, self._allowed_origins
+        ):
+            await self._refuse(_from_elsewhere(), receive, send)
             return
         scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode())
         if scope["method"] in WITHOUT_PLACE:
@@ -127,6 +136,13 @@ class FrontDoor:
 def _unauthorized() -> KvferryError:
     return Unauthorized(
         "A valid API key is needed: send the header `Authorization: Bearer KEY`.", code="invalid_api_key"
+    )
+
+
+def _from_elsewhere() -> KvferryError:
+    return NotForPages(
+        "A web page of another origin may not do this; name its origin with --allowed-origins if it should.",
+        code="cross_origin",
     )
 
 

@@ -7,8 +7,11 @@ import pytest
 
 from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, RequestEnded, Started
 from common.request import Incarnation, WorkerId
+from coordinator.door.cors import Cors
+from coordinator.http_api import create_app
+from coordinator.tokenizer import Tokenizer
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
-from tests.coordinator.scripted_gateway import Served
+from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
 P0 = WorkerId("p0")
 
@@ -152,3 +155,55 @@ def test_an_unknown_worker(client: httpx.Client) -> None:
     answer = client.post("/admin/workers/nobody/drain")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "worker_not_found"
+
+
+# ---------------------------------------------------------------- from web pages
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "https://evil.example", "sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-site"},
+        {"origin": "https://{host}"},
+        {"origin": "http://{host}.evil.example"},
+    ],
+)
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json"])
+def test_no_page_of_another_origin_drains_a_worker(
+    served: Served, client: httpx.Client, headers: dict[str, str], content_type: str
+) -> None:
+    """Nor does a path that leads nowhere say more to it."""
+    host = served.url.removeprefix("http://")
+    sent = {name: value.format(host=host) for name, value in headers.items()} | {"content-type": content_type}
+    for path in (PATH, "/admin/workers/nobody/drain", "/admin/nothing"):
+        answer = client.post(path, content=b"{}", headers=sent)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "cross_origin")
+    assert served.gateway.drained == []
+    assert client.get("/admin/workers", headers=sent).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"origin": "http://{host}", "sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
+)
+def test_programs_and_our_own_page_may(served: Served, client: httpx.Client, headers: dict[str, str]) -> None:
+    host = served.url.removeprefix("http://")
+    sent = {name: value.format(host=host) for name, value in headers.items()}
+    assert client.post(PATH, headers=sent).status_code == 202
+
+
+@pytest.mark.parametrize("allowed", ["https://ops.example", "*"])
+def test_a_page_that_is_named_may(tokenizer: Tokenizer, allowed: str) -> None:
+    gateway = ScriptedGateway()
+    cors = Cors(origins=(allowed,))
+    app = create_app(gateway, tokenizer, gateway.metrics, served_models=("smol",), cors=cors)
+    sent = {"origin": "https://ops.example", "sec-fetch-site": "cross-site"}
+    with serving(app, gateway) as open_to_it:
+        assert httpx.post(open_to_it.url + PATH, headers=sent).status_code == 202
+        if allowed != "*":
+            sent["origin"] = "https://evil.example"
+            assert httpx.post(open_to_it.url + PATH, headers=sent).status_code == 403
