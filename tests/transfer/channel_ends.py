@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -27,6 +28,7 @@ from common.request import Incarnation, Key, RequestId, WorkerId
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import P, Receiving, handover_of, key, offer_of
 from transfer.channel import SendingEnd, store
+from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links, peer_of
 from transfer.receiver import TransferReceiver
 from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
@@ -34,6 +36,14 @@ from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
 TURN_S = 0.02
 NOBODY = "tcp://127.0.0.1:1"  # where a coordinator would be
 Wrap = Callable[[SendingEnd], SendingEnd]
+
+
+KEY_FILE = "KVFERRY_TEST_KEY_FILE"
+
+
+def cluster_key() -> ClusterKey | None:
+    """Of the file that the environment names, here and in the processes that are started; none without one."""
+    return key_of(Path(os.environ[KEY_FILE])) if KEY_FILE in os.environ else None
 
 
 class _End:
@@ -87,7 +97,9 @@ class Giver(_End):
     ) -> None:
         super().__init__(P, incarnation, pool)
         ends = [wrap(end) for end in pool.sending(transfer, self.me)]
-        self.links = Links(self.me, self.counters, block_bytes=pool.block_bytes, sending=ends)
+        self.links = Links(
+            self.me, self.counters, block_bytes=pool.block_bytes, sending=ends, key=cluster_key()
+        )
         self.links.bind(Endpoint("127.0.0.1", None))
         self.sender = TransferSender(block_bytes=pool.block_bytes, window_bytes=window_bytes, **limits)
         self.events: list[SenderEvent] = []
@@ -146,7 +158,9 @@ class Taker(_End):
     ) -> None:
         super().__init__(name, incarnation, pool)
         ends = pool.receiving(transfer, self.me, self.counters)
-        self.links = Links(self.me, self.counters, block_bytes=pool.block_bytes, receiving=ends)
+        self.links = Links(
+            self.me, self.counters, block_bytes=pool.block_bytes, receiving=ends, key=cluster_key()
+        )
         self.address = self.links.bind(Endpoint("127.0.0.1", None))
         receiver = TransferReceiver(block_bytes=pool.block_bytes, timeout_s=timeout_s)
         self.receiving = Receiving(receiver, WorkerId(name), room=pool.num_blocks)

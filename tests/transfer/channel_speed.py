@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,10 +18,12 @@ import uvloop
 import xxhash
 
 from tests.transfer.bare_pool import CHANNELS, BarePool
-from tests.transfer.channel_ends import Giver, address_of, until
+from tests.transfer.channel_ends import KEY_FILE, Giver, address_of, until
 from tests.transfer.pair import key
 from tests.transfer.test_channels import another
+from transfer.cluster_key import new_key
 
+WITH_CURVE = "tcp over CURVE"
 AT_ONCE = 64  # blocks of one transfer
 
 
@@ -82,6 +85,12 @@ def say(name: str, seconds: float, blocks: int, block_bytes: int) -> None:
     )
 
 
+def key_file() -> str:
+    path = Path(tempfile.mkdtemp()) / "key"
+    new_key(path)
+    return str(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-bytes", type=int, default=368_640)
@@ -91,9 +100,12 @@ def main() -> None:
     for checked in (False, True):
         best = min(bare_copy(asked.blocks, asked.block_bytes, checked=checked) for _ in range(3))
         say("copy and hash" if checked else "bare copy", best, asked.blocks, asked.block_bytes)
-    for channel in CHANNELS:
+    for name in (*CHANNELS, WITH_CURVE):
+        channel = "tcp" if name == WITH_CURVE else name
+        if name == WITH_CURVE:
+            os.environ[KEY_FILE] = key_file()
         rounds, used = uvloop.run(moved(channel, asked.blocks, asked.block_bytes, asked.rounds))
-        say(channel, min(rounds), asked.blocks, asked.block_bytes)
+        say(name, min(rounds), asked.blocks, asked.block_bytes)
         say("median", sorted(rounds)[len(rounds) // 2], asked.blocks, asked.block_bytes)
         per_block = {end: seconds / (len(rounds) * asked.blocks) * 1e6 for end, seconds in used.items()}
         print(f"{'CPU':>16}  " + ", ".join(f"{end} {us:.0f} µs per block" for end, us in per_block.items()))

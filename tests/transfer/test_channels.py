@@ -24,16 +24,32 @@ import xxhash
 from common.messages import Block, PeerAddress
 from common.request import Key
 from tests.transfer.bare_pool import CHANNELS, BarePool, content_of
-from tests.transfer.channel_ends import Giver, Taker, address_of, until
+from tests.transfer.channel_ends import KEY_FILE, Giver, Taker, address_of, until
 from tests.transfer.pair import key
 from transfer.channel import Frame, SendingEnd
+from transfer.cluster_key import new_key
 
 ROOT = Path(__file__).parents[2]
 SMALL = 4096
 LARGE = 128 << 10  # beyond what a socket copies in any case
 R = key()
 
-pytestmark = pytest.mark.parametrize("channel", CHANNELS)
+WITH_A_KEY = [("tcp", True)]
+"""shm's bytes pass no socket: with the cluster's key it is what it is without."""
+
+pytestmark = pytest.mark.parametrize(
+    ("channel", "keyed"),
+    [*((name, False) for name in CHANNELS), *WITH_A_KEY],
+    indirect=["keyed"],
+    ids=[*CHANNELS, "tcp-CURVE"],
+)
+
+
+@pytest.fixture(autouse=True)
+def keyed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        new_key(tmp_path / "key")
+        monkeypatch.setenv(KEY_FILE, str(tmp_path / "key"))
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
