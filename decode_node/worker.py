@@ -235,6 +235,7 @@ class DecodeWorker:
         """Only what is not delivered can be cancelled by its sender; the answer is the same in every case."""
         answer = ToSender(sender, Cancelled(*message.key))
         if message.key not in self._receiver or not self._receiver.from_same_sender(message.key, sender):
+            self.records.late("Cancel")
             return [answer]
         self._receiver.drop(message.key)
         self._senders.pop(message.key, None)

@@ -14,6 +14,7 @@ from bench.virtual_model import VOCABULARY, continuation
 from bench.virtual_network import LOST, Fate, Parcel
 from bench.virtual_worker import Shape, StepTime
 from common.blocks import BlockPool
+from common.counters import Counters
 from common.messages import Message
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids
 from decode_node.worker import DecodeWorker
@@ -112,10 +113,21 @@ class StoryCluster(VirtualCluster):
             if self.loops[w.name].alive and w.pool.held
         }
 
+    def all_counters(self) -> list[Counters]:
+        return [self.cluster.counters, *(w.node.records.counters for w in self.workers.values())]
+
     def counted(self, name: str) -> float:
         """Of one counter, over all labels, everywhere."""
-        everywhere = [self.cluster.counters, *(w.node.records.counters for w in self.workers.values())]
-        return sum(counters.total(name) for counters in everywhere)
+        return sum(counters.total(name) for counters in self.all_counters())
+
+    def workers_counter(self, worker: str, name: str) -> dict[str, float]:
+        """One worker's, with its labels."""
+        values = self.workers[WorkerId(worker)].node.records.counters.values
+        return {key: value for key, value in values.items() if key.startswith(name)}
+
+    def lost(self, cause: str) -> float:
+        name = f'lost_tokens_total{{cause="{cause}"}}'
+        return sum(counters.values.get(name, 0.0) for counters in self.all_counters())
 
     def saw(self, kind: type[Message]) -> int:
         return sum(isinstance(message, kind) for message in self.seen)
