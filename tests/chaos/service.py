@@ -24,9 +24,9 @@ PREFILL_BLOCKS = 128
 READY_LIMIT_S = 90.0
 SETTLE_S = 2.0
 _COORDINATOR_FLAGS = ("--worker-timeout=3", "--shutdown-timeout=10")
-_WAY_FDS = {"tcp": 6, "shm": 7}
+_WAY_FDS = {"tcp": 8, "shm": 9}
 """Of a prefill worker to each decode worker: two connections, what wakes the readers of two sockets and of who watches
-one of them, and the door to its memory."""
+them, and the door to its memory."""
 _GUEST_FDS = {"tcp": 2, "shm": 3}  # of a decode worker for each prefill worker
 
 
