@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.chaos.plan import LATE_S, Cell, Fault, Station, cell
@@ -32,6 +33,7 @@ def play(cell: Cell, scene: Scene) -> None:
     STATIONS[cell.station](scene)
     _STRIKES[cell.fault](scene, cell.victim)
     scene.go_on()
+    scene.fillers_leave()
 
 
 # ---------------------------------------------------------------- clients and processes
@@ -54,14 +56,16 @@ def _sigkill(scene: Scene, victim: str) -> None:
     if victim == "C":
         assert scene.stream.answer(10).error.startswith("hung up")
         started = time.monotonic()
-        scene.service.until_ready()
+        scene.service.until_there()
         scene.note = f"serving again {time.monotonic() - started:.1f} s later"
 
 
 def _sigterm(scene: Scene, victim: str) -> None:
-    """It stays until it has handed over, or ended, what it has."""
+    """It stays until it has handed over, or ended, what it has; how long that is, is known where something is held."""
     name = scene.who(victim)
     scene.terminate(name)
+    if scene.thaw():
+        return
     until(lambda: scene.service.worker(name)["state"] == "draining", 5)
     time.sleep(0.3)
     assert scene.service.processes[name].poll() is None, f"{name} left what it was about to hand over"
@@ -75,16 +79,18 @@ def _stops(scene: Scene, victim: str) -> None:
 
 
 def _cut(scene: Scene, victim: str) -> None:
-    """One between workers comes back soon, one to the coordinator when the worker has been given up."""
-    a, b = victim.split("-")
-    worker = scene.who(b)
-    scene.service.proxy.cut(scene.who(a), worker)
+    """One between workers comes back soon, one to the coordinator when the worker has been given up. A silent one
+    stands all the while, and in the end brings what was said."""
+    ends, _, silent = victim.partition(", ")
+    a, b = ends.split("-")
+    worker, proxy = scene.who(b), scene.service.proxy
+    (proxy.stall if silent else proxy.cut)(scene.who(a), worker)
     scene.go_on()
-    if victim == BETWEEN_WORKERS:
+    if ends == BETWEEN_WORKERS:
         time.sleep(RESTORED_S)
     else:
         until(lambda: scene.service.worker(worker)["state"] == "lost")
-    scene.service.proxy.restore()
+    proxy.restore()
 
 
 def _cut_for_good(scene: Scene, victim: str) -> None:
@@ -163,6 +169,16 @@ EVERY_BLOCK = Cell(
     migrates=True,
     counts=("kv_checksum_failures_total",),
 )
+SILENT = (
+    Cell(Station.SENDING, Fault.CUT, "P-D, silent"),
+    Cell(
+        Station.DECODING,
+        Fault.CUT,
+        "C-D, silent",
+        migrates=True,
+        counts=('workers_lost_total{role="decode"}',),
+    ),
+)
 
 NAMES = (
     "waiting / client leaves",
@@ -222,6 +238,15 @@ NAMES = (
     "ended / message late Ended of D",
 )
 
+
+def _played(name: str) -> Cell:
+    """A link between workers that is cut turns connections away here, so the sender may take the other end for gone
+    sooner than it comes back: then it costs an attempt."""
+    one = cell(name)
+    turned_away = one.fault is Fault.CUT and one.victim == BETWEEN_WORKERS
+    return replace(one, migrates=None) if turned_away else one
+
+
 OVER_SHM = (
     "sending / client leaves",
     "sending / SIGKILL P",
@@ -232,4 +257,4 @@ OVER_SHM = (
 )
 """Played a second time where blocks are read from the sender's memory and only their headers travel."""
 
-REAL: dict[str, Cell] = {one.name: one for one in (*map(cell, NAMES), EVERY_BLOCK)}
+REAL: dict[str, Cell] = {one.name: one for one in (*map(_played, NAMES), EVERY_BLOCK, *SILENT)}

@@ -34,8 +34,8 @@ class Shape:
 QUEUED = Shape(100, 90, 8)  # fits behind a filler
 LONG = Shape(0, 640, 8)  # five chunks
 SHORT = Shape(700, 40, 32)
-BIG = Shape(900, 720, 80)  # two of them and what they grow by do not fit into one decode worker
-BIG_FILLER = Shape(1200, 704, 400)
+BIG = Shape(900, 736, 60)  # two of them and what they grow by do not fit into one decode worker
+BIG_FILLER = Shape(1200, 720, 400)
 FILLER = Shape(300, 120, 2)
 WITNESS = Shape(400, 30, 12)
 
@@ -167,13 +167,18 @@ class Scene:
 
     def go_on(self) -> None:
         """The fault has fallen: whoever was kept back goes on, unless that is the fault."""
-        for name in self._frozen:
-            if name not in self._stopped and name not in self.killed:
-                self.service.signal(name, signal.SIGCONT)
-        self._frozen.clear()
+        self.thaw()
         for rule in self._held:
             self.service.proxy.let_go(rule)
         self._held.clear()
+
+    def thaw(self) -> bool:
+        """Whether anybody was frozen."""
+        frozen, self._frozen = self._frozen, {}
+        for name in frozen:
+            if name not in self._stopped and name not in self.killed:
+                self.service.signal(name, signal.SIGCONT)
+        return bool(frozen)
 
     def fillers_leave(self) -> None:
         for filler in self._fillers:

@@ -44,6 +44,7 @@ class HandStarted(Api):
         self.proxy = Proxy(self._endpoint)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lives = 0
+        self._pipe = os.pipe()  # whoever reads from it ends when we do
         self._fds: dict[int, int] = {}
         self._read: dict[Path, int] = {}  # characters of each log
 
@@ -64,6 +65,8 @@ class HandStarted(Api):
         self.proxy.__exit__()
         self._http.close()
         self._control.close()
+        for end in self._pipe:
+            os.close(end)
 
     def _kill_all(self) -> None:
         for process in self.processes.values():
@@ -77,7 +80,8 @@ class HandStarted(Api):
         self._lives += 1
         with (self._folder / f"{self._lives:03}-{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-P", "-m", *self._command(name)],
+                [sys.executable, "-P", "-m", *self._command(name), f"--parent-fd={self._pipe[0]}"],
+                pass_fds=(self._pipe[0],),
                 env=child_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -116,13 +120,17 @@ class HandStarted(Api):
         return code
 
     def until_ready(self) -> None:
+        """All are there, and idle."""
+        self.until_there()
+        self.until_idle()
+        for name, process in self.processes.items():
+            self._fds.setdefault(process.pid, self._open_files(name))
+
+    def until_there(self) -> None:
         deadline = time.monotonic() + READY_LIMIT_S
         while missing := self._missing():
             assert time.monotonic() < deadline, f"not ready: {missing}; logs in {self._folder}"
             time.sleep(0.05)
-        self.until_idle()
-        for name, process in self.processes.items():
-            self._fds.setdefault(process.pid, self._open_files(name))
 
     def _missing(self) -> list[str]:
         for name, process in self.processes.items():

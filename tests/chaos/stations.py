@@ -93,12 +93,16 @@ def decoding(scene: Scene) -> None:
 
 
 def preempted(scene: Scene) -> None:
-    """Put out of the batch by one that came earlier, on the worker that it was given to."""
-    for _ in range(2):
-        scene.fill(BIG_FILLER, scene.see, "Delivered").wait()
-    rule = scene.see("Heartbeat", phase="preempted")
+    """Put out of the batch by one that came earlier, on the worker that it was given to: each decode worker has one
+    that fills half of it, and does not begin to grow before the request is there."""
+    for rule in [scene.fill(BIG_FILLER, scene.hold, "Handover") for _ in range(2)]:
+        rule.wait()
+    there = scene.see("Delivered")
+    put_out = scene.see("Heartbeat", phase="preempted")
     scene.ask()
-    rule.wait(60)
+    there.wait()
+    scene.go_on()
+    put_out.wait(60)
 
 
 def ended(scene: Scene) -> None:
