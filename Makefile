@@ -19,6 +19,8 @@ FUZZ ?= 100000
 SOAK ?= 600
 # Some of the clients of `make clients`, or parts of names of cells of `make chaos`; all where nothing is said.
 ONLY ?=
+# virtual or real: one of the two tables of `make chaos`.
+WORLD ?=
 TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
 
 VENV := .venv
@@ -35,7 +37,8 @@ help:
 	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
 	@echo 'make machines the state machines of make test, over 50 times as many histories, new ones each time (MACHINES=50)'
-	@echo 'make chaos    every phase of a request meets every fault (ONLY="decoding / SIGKILL, message lost" for some)'
+	@echo 'make chaos    every phase of a request meets every fault (ONLY="decoding / SIGKILL, message lost" for some;'
+	@echo '              WORLD=virtual or WORLD=real for one of its two tables)'
 	@echo 'make fuzz     100,000 mutated messages at every socket between processes (FUZZ=100000)'
 	@echo 'make soak     mixed load, aborts and kills for ten minutes, with what grew meanwhile (SOAK=600)'
 	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
@@ -62,7 +65,7 @@ machines: $(VENV)/.ready-to-test
 	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile $$(find tests -name 'test_*_machine.py')
 
 chaos: $(VENV)/.ready-to-test
-	@$(RUN) -m tests.chaos.run '$(ONLY)'
+	@$(RUN) -m tests.chaos.run '$(ONLY)' $(WORLD)
 
 fuzz: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.fuzz.run $(FUZZ)
