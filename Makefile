@@ -62,7 +62,7 @@ else
 endif
 
 machines: $(VENV)/.ready-to-test
-	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile $$(find tests -name 'test_*_machine.py')
+	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile tests/*/test_*_machine.py
 
 chaos: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.chaos.run '$(ONLY)' $(WORLD)

@@ -23,17 +23,23 @@ NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 SHAPE = Shape(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64)
 SLOW = StepTime(base_s=0.03)
 ENDS_WITHIN_S = 160.0  # `max_wait_s` in the queue, and some attempts
-LIMITS_S = 46.0  # silence of a receiver, the longest backstop
+SETTLES_S = 4.0  # far below the limits of both sides of a transfer: reconciliation clears, not a timeout
 
 KINDS = (
     "Register", "Registered", "Heartbeat", "HeartbeatAck", "Prefill", "Decode", "Accepted", "Later", "Refused",
     "Started", "Ended", "Abort", "Stop", "Rebind", "Drain", "Offer", "Accept", "Block", "Credit", "Nack", "Handover",
     "Delivered", "Revoke", "Cancel", "Cancelled", "Tokens",
 )  # fmt: skip
-FATES = (LOST, HELD, Fate((0.001, 0.3)), Fate((0.001, 8.0)), Fate((1.5,)), Fate((0.001,), corrupt=True))
+FATES = (LOST, HELD, Fate((0.001, 0.3)), Fate((0.001, 8.0)), Fate((1.5,)))
+DAMAGED = Fate((0.001, 0.002), corrupt=True)
 FAIR = Fate((0.0005,))
 names = st.sampled_from(NAMES)
+outs = st.sampled_from((1, 3, 30, 100, 100))
+spans = st.sampled_from((0.002, 0.03, 0.1, 0.4, 1.1, 4.0))
 parties = st.sampled_from((COORDINATOR, *NAMES))
+spoilings = st.one_of(
+    st.dictionaries(st.sampled_from(KINDS), st.sampled_from(FATES), max_size=6), st.just({"Block": DAMAGED})
+)
 
 
 class ClusterMachine(RuleBasedStateMachine):
@@ -57,20 +63,15 @@ class ClusterMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ clients
 
-    @initialize(
-        outs=st.lists(st.sampled_from((1, 30, 100)), max_size=4), seconds=st.sampled_from((0.0, 0.1, 0.5))
-    )
-    def begin(self, outs: list[int], seconds: float) -> None:
-        """Most histories begin with requests on their way."""
-        for out in outs:
+    @initialize(asked=st.lists(outs, min_size=1, max_size=5), spoiled=spoilings, seconds=spans)
+    def begin(self, asked: list[int], spoiled: dict[str, Fate], seconds: float) -> None:
+        """All histories begin with requests on their way, most with messages that do not get there as they should."""
+        self.messages_are_spoiled(spoiled, 3, 0.0)
+        for out in asked:
             self.submit(200, out, False)
         self.time_passes(seconds)
 
-    @rule(
-        length=st.sampled_from((1, 17, 64, 200, 500)),
-        out=st.sampled_from((1, 3, 30, 100)),
-        like=st.booleans(),
-    )
+    @rule(length=st.sampled_from((1, 17, 64, 200, 500)), out=outs, like=st.booleans())
     def submit(self, length: int, out: int, like: bool) -> None:
         """`like`: its prompt begins as others do."""
         number = len(self.asked)
@@ -118,9 +119,11 @@ class ClusterMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ network and time
 
-    @rule(kind=st.sampled_from(KINDS), fate=st.sampled_from(FATES), count=st.sampled_from((1, 1, 2, 20)))
-    def messages_are_spoiled(self, kind: str, fate: Fate, count: int) -> None:
-        self.spoiled[kind] = (fate, count)
+    @rule(spoiled=spoilings, count=st.sampled_from((1, 3, 20)), seconds=spans)
+    def messages_are_spoiled(self, spoiled: dict[str, Fate], count: int, seconds: float) -> None:
+        """The next ones of each kind."""
+        self.spoiled.update({kind: (fate, count) for kind, fate in spoiled.items()})
+        self.time_passes(seconds)
 
     @rule()
     def what_was_held_arrives(self) -> None:
@@ -138,7 +141,7 @@ class ClusterMachine(RuleBasedStateMachine):
             self.cluster.network.restore(one, other)
         self.cuts.clear()
 
-    @rule(seconds=st.sampled_from((0.002, 0.03, 0.1, 0.4, 1.1, 4.0)))
+    @rule(seconds=spans)
     def time_passes(self, seconds: float) -> None:
         self.cluster.run(until=self.cluster.now + seconds)
 
@@ -173,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
         assert not len(cluster.front), (
             f"never end: {[r for r, a in cluster.answers.items() if a.end is None]}"
         )
-        cluster.run(until=cluster.now + LIMITS_S)
+        cluster.run(until=cluster.now + SETTLES_S)
         cluster.check_idle()
         self.submit(200, 30, False)
         cluster.run(until=cluster.now + 5.0)
@@ -181,5 +184,5 @@ class ClusterMachine(RuleBasedStateMachine):
         assert answers[-1].end == "length", "nothing goes through any more"
 
 
-ClusterMachine.TestCase.settings = histories(40, steps=40)
+ClusterMachine.TestCase.settings = histories(50, steps=40)
 TestVirtualCluster = ClusterMachine.TestCase
