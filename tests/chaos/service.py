@@ -55,7 +55,7 @@ class HandStarted(Api):
                 self.start(name)
             self.until_ready()
         except BaseException:
-            self._kill_all()
+            self.__exit__()
             raise
         return self
 

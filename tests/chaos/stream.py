@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -51,7 +52,8 @@ class Stream:
     def leave(self) -> None:
         """The client is gone, without a word."""
         self.left = True
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the answer has just ended
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(LIMIT_S)
 
     def answer(self, limit_s: float = LIMIT_S) -> Answer:
