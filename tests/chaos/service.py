@@ -27,7 +27,8 @@ _COORDINATOR_FLAGS = ("--worker-timeout=3", "--shutdown-timeout=10")
 _WAY_FDS = {"tcp": 8, "shm": 9}
 """Of a prefill worker to each decode worker: two connections, what wakes the readers of two sockets and of who watches
 them, and the door to its memory."""
-_GUEST_FDS = {"tcp": 2, "shm": 3}  # of a decode worker for each prefill worker
+_GUEST_FDS = {"tcp": 2, "shm": 4}
+"""Of a decode worker for each prefill worker: two connections, the door, and what Python's map of its memory keeps."""
 
 
 class HandStarted(Api):
