@@ -219,7 +219,7 @@ class Generation:
         if delta.ids:
             self._phase = Phase.DECODING
             accepted = answer.completion_tokens - before
-            self._meter.tokens_accepted(accepted, self._prompt_tokens, delta.choice)
+            self._meter.tokens_accepted(accepted, self._prompt_tokens, time.monotonic(), delta.choice)
         if answer.finish is not None and delta.finish is None:
             stream.stop(delta.choice)
         if self._echo is not None:

@@ -89,7 +89,10 @@ class Metrics:
             "e2e_request_latency_seconds", "Request head received to last byte written.", LONG_BUCKETS
         )
         self.handover_gap = self._histogram(
-            "handover_gap_seconds", "From a request's first token to its second.", ITL_BUCKETS
+            "handover_gap_seconds",
+            "From a request's first token to its second, as they come to the front: what a client feels of the "
+            "hand-over to a decode worker. It exceeds the inter-token latency by what transfers take.",
+            ITL_BUCKETS,
         )
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Time in the coordinator's queue.", QUEUE_BUCKETS
@@ -104,7 +107,9 @@ class Metrics:
             "request_success_total", "Requests that were taken in, by how they ended.", "finished_reason"
         )
         self.aborted = self._counter(
-            "requests_aborted_total", "Requests whose client left, by the phase they were in.", "phase"
+            "requests_aborted_total",
+            "Requests whose client left, by the phase they were in. Many before decoding: clients give up waiting.",
+            "phase",
         )
         self.rejected = self._counter(
             "requests_rejected_total", "Requests that were not taken in, by the error's code.", "reason"
@@ -156,7 +161,6 @@ class _Pace:
 
     first_s: float
     last_s: float
-    gaps: int = 0
 
 
 class RequestMeter:
@@ -173,21 +177,28 @@ class RequestMeter:
         self._started_s = started_s
         self._paces: dict[int, _Pace] = {}
         self._tokens_by_choice: dict[int, int] = {}
+        self._first_came_s: dict[int, float] = {}  # by choice, until its second token comes
         self._ended = False
         self.first_token_s: float | None = None
         self.num_tokens = 0
         self._prompt_counted = False
 
-    def tokens_accepted(self, count: int, prompt_tokens: int, choice: int = 0) -> None:
-        """New output tokens arrived. `prompt_tokens` are the request's, counted with its first token, which counts as
-        none itself where only the prompt is shown."""
+    def tokens_accepted(self, count: int, prompt_tokens: int, now_s: float, choice: int = 0) -> None:
+        """New output tokens arrived, with text to show or not. `prompt_tokens` are the request's, counted with its
+        first token, which counts as none itself where only the prompt is shown."""
         if not self._prompt_counted:
             self._prompt_counted = True
             self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         if count <= 0:
             return
         self.num_tokens += count
-        self._tokens_by_choice[choice] = self._tokens_by_choice.get(choice, 0) + count
+        before = self._tokens_by_choice.get(choice, 0)
+        if before == 0:
+            self._first_came_s[choice] = now_s
+        if before < 2 <= before + count:
+            gap_s = now_s - self._first_came_s.pop(choice)
+            self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
+        self._tokens_by_choice[choice] = before + count
         self._generation_tokens.inc(count)
 
     def token_out(self, now_s: float, choice: int = 0) -> None:
@@ -201,9 +212,6 @@ class RequestMeter:
             return
         gap_s = max(0.0, now_s - pace.last_s)
         self._itl.observe(gap_s)
-        if not pace.gaps:
-            self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
-        pace.gaps += 1
         pace.last_s = now_s
 
     def end(self, reason: str, now_s: float) -> None:

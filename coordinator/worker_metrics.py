@@ -22,12 +22,18 @@ COUNTERS = {
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
     "kv_transfer_bytes_total": "KV bytes received and verified, by channel.",
-    "kv_transfer_failures_total": "KV transfers that did not end in a delivery, by reason.",
+    "kv_transfer_failures_total": "KV transfers given up, each to be tried again, by reason: revoked (the decode pool "
+    "is full), refused (by the decode worker), timeout (nothing moves: look at the link), bad_blocks (damaged three "
+    "times), unreachable (the peer is gone).",
     "kv_channel_failures_total": "Channels to a decode worker that did not open or were lost, by channel.",
-    "kv_checksum_failures_total": "KV blocks whose checksum did not match.",
-    "requests_migrated_total": "Requests that went on at another worker.",
-    "late_messages_total": "Messages for unknown, ended or earlier attempts, by kind.",
-    "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption, abort or migration.",
+    "kv_checksum_failures_total": "KV blocks that came damaged and were asked for again. More than a stray one: a link "
+    "or memory is faulty.",
+    "requests_migrated_total": "Attempts given up and begun anew from the tokens so far, because a worker was lost, "
+    "failed, refused or left: clients saw a pause.",
+    "late_messages_total": "Messages about what has ended, moved on or never was, by kind: answered, without effect. "
+    "Some come with every abort and death; a steady rate beside neither means a link that delays or doubles.",
+    "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption (the decode pool has too few blocks), "
+    "migration (workers die or leave), abort (clients leave).",
     "recomputed_prompt_tokens_total": "Prompt tokens that a decode worker computed though their KV had been there: "
     "after a preemption, or for a next attempt. Rising steadily, its pool is too small.",
     "refused_handshakes_total": "Callers that were not let in, by reason.",

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.counters import HISTOGRAM_BUCKETS, Counters
+from common.lifecycle import LIVE_PHASES
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
 
@@ -117,11 +118,11 @@ def test_a_worker_that_sends_nonsense_does_not_stop_the_scrape() -> None:
 def test_one_request_on_its_way() -> None:
     metrics = Metrics(("default", "fast"))
     meter = metrics.meter("fast", started_s=10.0)
-    meter.tokens_accepted(1, 30)
+    meter.tokens_accepted(1, 30, 10.2)
     meter.token_out(10.2)
-    meter.tokens_accepted(2, 30)
+    meter.tokens_accepted(2, 30, 10.5)
     meter.token_out(10.5)
-    meter.tokens_accepted(1, 30)
+    meter.tokens_accepted(1, 30, 10.8)
     meter.token_out(10.8)
     meter.end("stop", 11.0)
     meter.end("error", 99.0)  # counts once
@@ -146,3 +147,37 @@ def test_a_sample_that_cannot_be_is_dropped_and_counted(value: float) -> None:
     seen = samples(metrics)
     assert seen["kvferry_request_queue_time_seconds_count", "tier=default"] == 0
     assert seen["kvferry_front_dropped_samples_total", "metric=kvferry_request_queue_time_seconds"] == 1
+
+
+def test_the_hand_over_gap_is_between_the_tokens_that_come_not_those_that_show() -> None:
+    """1 one choice whose second token has no text yet  2 another, whose first two come together  3 one with a single
+    token, of which there is no gap."""
+    metrics = Metrics(("default",))
+    meter = metrics.meter("default", started_s=0.0)
+    meter.tokens_accepted(1, 3, 1.0, 0)
+    meter.token_out(1.0, 0)
+    meter.tokens_accepted(1, 3, 1.5, 0)  # half a character: nothing is shown
+    meter.tokens_accepted(1, 3, 4.0, 0)
+    meter.token_out(4.0, 0)
+    meter.tokens_accepted(2, 3, 2.0, 1)
+    meter.tokens_accepted(1, 3, 2.5, 2)
+    meter.end("length", 5.0)
+    seen = samples(metrics)
+    assert seen["kvferry_handover_gap_seconds_count", "tier=default"] == 2
+    assert seen["kvferry_handover_gap_seconds_sum", "tier=default"] == pytest.approx(0.5)
+
+
+FAULTS = (
+    "late_messages_total", "lost_tokens_total", "requests_migrated_total", "requests_aborted_total",
+    "kv_transfer_failures_total", "kv_checksum_failures_total", "handover_gap_seconds",
+)  # fmt: skip
+
+
+def test_what_tells_of_faults_says_what_to_think_of_it() -> None:
+    """More than what it counts: what it means when it moves."""
+    text = Metrics(("default",)).render([]).decode()
+    for name in FAULTS:
+        found = re.search(rf"^# HELP kvferry_{name} (.*)$", text, re.MULTILINE)
+        assert found and len(re.split(r"[.:] ", found[1])) > 1, name
+    for phase in LIVE_PHASES:
+        assert f'kvferry_requests_aborted_total{{phase="{phase}"}} 0.0' in text
