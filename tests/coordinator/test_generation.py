@@ -304,6 +304,7 @@ def test_a_client_that_leaves_while_a_comment_waits_for_it(tokenizer: Tokenizer,
     scope: dict[str, Any] = {
         "type": "http",
         "method": "POST",
+        "scheme": "http",
         "path": "/v1/completions",
         "raw_path": b"/v1/completions",
         "query_string": b"",
