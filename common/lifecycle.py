@@ -18,11 +18,12 @@ Why no deadlock. What each phase may have to wait for; a line names only lines a
     QUEUED at a prefill worker      slot, and blocks for all of it: PREFILLING or KV_READY at the same worker
     WAITING                         room by the coordinator's account of a pair: whatever above it is counted for
 
-A request that cannot have all it asks for takes nothing while it waits, so that no two can each hold half. A process
-never waits for another one's loop: sends do not block, and what matters is said again. Who waits for another process
-(transfers, offered or accepted, and WAITING) does so up to a limit; the rest wait for work of their own worker, and one
-that hangs or dies is given up by the coordinator. That such work does not go on for ever past one that waits is
-fairness: of its class a bounded number of smaller ones pass it, then room is kept.
+Whoever waits for blocks of a pool holds none of it, but for a running sequence, which takes what it lacks from others:
+so no two can each hold half. A process never waits for another one's loop: sends do not block, and what matters is
+said again. Who waits for another process (transfers, offered or accepted, and WAITING) does so up to a limit; the rest
+wait for work of their own worker, and one that hangs or dies is given up by the coordinator. That such work does not
+go on for ever past one that waits is fairness: a bounded number of its class pass it, then room is kept. (Local
+prefills may pass an offer without end: that has its limit.)
 The tests that try: `tests/bench/test_deadlock.py`, and the state machines (`make machines`).
 """
 
