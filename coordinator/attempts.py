@@ -153,7 +153,8 @@ class Attempts:
         if tracked.life.phase is not Phase.QUEUED and not worker.draining:
             tracked.deaths += 1
         if tracked.deaths >= MAX_DEATHS:
-            reason = f"{tracked.deaths} workers were lost while running it, the last one {worker.id}"
+            stage = f"the last one {worker.id}, in {tracked.life.phase}"
+            reason = f"{tracked.deaths} workers were lost while running it, {stage}"
             self._lost_tokens.unheard(tracked, "abort")
             said = self.abort_holders(tracked, reason)
             return said + self.fail(tracked, "RequestFailed", reason, now)

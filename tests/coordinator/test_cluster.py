@@ -447,7 +447,9 @@ def test_a_request_that_ran_on_two_dead_workers_is_failed() -> None:
     bench.say(second, Accepted(*command.key, address("d0")))
     bench.say(second, Started(*command.key, "prefilling"))
     bench.join(second, incarnation=2)
-    assert "2 workers were lost" in failure(bench).reason
+    assert (
+        failure(bench).reason == f"2 workers were lost while running it, the last one {second}, in prefilling"
+    )
     bench.check_settled()
 
 

@@ -291,7 +291,7 @@ def _cpu_share(service: Service, seconds: float) -> float:
 # ---------------------------------------------------------------- its end
 
 
-def test_sigterm_lets_a_running_stream_finish_and_refuses_the_rest(
+def test_BR_140_sigterm_lets_a_running_stream_finish_and_refuses_the_rest(
     service: Service, text_ids: list[int]
 ) -> None:
     """Last in this file: the service is gone after it."""

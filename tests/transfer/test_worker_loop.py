@@ -12,8 +12,8 @@ import pytest
 from bench.virtual_model import VirtualModel
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
-from common.errors import IllegalMove
-from common.messages import Decode, Drain, Ended, Message, Refused, Sender, Stop
+from common.errors import BadConfiguration, IllegalMove
+from common.messages import Decode, Drain, Ended, Message, Refused, RegistrationRefused, Sender, Stop
 from common.request import (
     Attempt,
     FrontId,
@@ -246,3 +246,15 @@ def test_only_our_own_words_go_out(monkeypatch: pytest.MonkeyPatch) -> None:
         scene.hear(Drain(0.0))
 
     scene.play(act)
+
+
+def test_BR_144_a_refused_worker_ends_with_2_and_says_both_values_and_what_to_do() -> None:
+    async def refused(scene: Scene) -> None:
+        scene.hear(RegistrationRefused("dtype", "bfloat16", "float16"))
+
+    scene = Scene()
+    with pytest.raises(BadConfiguration) as ended:
+        scene.play(lambda: refused(scene))
+    assert ended.value.exit_code == 2
+    for words in ("dtype is bfloat16 there and float16 here", "start it with the model, dtype"):
+        assert words in ended.value.message
