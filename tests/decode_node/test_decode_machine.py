@@ -63,15 +63,17 @@ class DecodeMachine(WorkerMachine):
     # ------------------------------------------------------------ what it hears
 
     @initialize(
-        given=st.lists(numbers, max_size=4, unique=True), rest=st.lists(numbers, max_size=2, unique=True)
+        given=st.lists(numbers, max_size=4, unique=True),
+        rest=st.lists(numbers, max_size=2, unique=True),
+        other=st.sampled_from((False, False, True)),
     )
-    def begin(self, given: list[int], rest: list[int]) -> None:
+    def begin(self, given: list[int], rest: list[int], other: bool) -> None:
         """Most histories begin with transfers, some of them whole, and prompts to compute here."""
-        for which, number in enumerate(given):
+        for number in given:
             self.offer(number, 0, P)
             if self.offered and number % 2:
-                self.some_frames(which, 13)
-                self.hand_over(which, False)
+                self.some_frames(len(self.offered) - 1, 13)
+                self.hand_over(len(self.offered) - 1, other)
         for number in rest:
             self.decode(number, 1)
 
