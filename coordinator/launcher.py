@@ -118,16 +118,17 @@ def reserve_port(host: str) -> socket.socket:
     who asks for any, and it stays ours while the child is started again.
     """
     try:
-        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        held = socket.socket(family, kind)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))
+        held.bind(where)
     except OSError as error:
         raise CannotBind(f"--host {host}: {error}") from error
     return held
 
 
 def _url(settings: CoordinatorSettings, port: int) -> str:
-    host = settings.host
+    host = settings.host.strip("[]")
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if settings.ssl_certfile else 'http'}://{reachable}:{port}"
 

@@ -24,14 +24,18 @@ ANYBODY_CAN_CAUSE = ("Invalid HTTP request received.", "Unsupported upgrade requ
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The bound socket. Raises CannotBind."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    """The bound socket. `host`: a name, or an address, IPv6 with brackets or without. Raises CannotBind."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, where = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotBind(f"{host} port {port}: {error.strerror or error}; choose another --host") from error
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The connections that it accepts inherit it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
-        listener.bind((host.strip("[]"), port))
+        listener.bind(where)
         listener.listen(2048)
     except OSError as error:
         listener.close()

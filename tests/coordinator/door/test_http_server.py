@@ -7,9 +7,11 @@ import socket
 
 import pytest
 
+from common.config import parse_coordinator
 from common.errors import CannotBind
 from coordinator.door.http_server import FILES_BESIDE_CONNECTIONS, listen, within_open_files
 from coordinator.door.limits import SEND_BUFFER_BYTES, Limits
+from coordinator.launcher import _url, reserve_port
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,25 @@ def test_accepted_sockets_have_the_send_buffer_that_is_stated() -> None:
 def test_a_taken_port_is_named() -> None:
     with listen("127.0.0.1", 0) as listener, pytest.raises(CannotBind, match=str(listener.getsockname()[1])):
         listen("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost", "127.0.0.1"])
+def test_BR_123_every_way_to_write_an_address_is_listened_at(host: str) -> None:
+    with listen(host, 0) as listener, reserve_port(host) as held:
+        assert ("6" in listener.family.name) == (":" in host) == ("6" in held.family.name)
+        socket.create_connection(listener.getsockname()[:2], 2).close()
+    url = _url(parse_coordinator(["--host", host], {}), 8000)
+    assert url == f"http://{'[::1]' if ':' in host else host}:8000"
+
+
+def test_BR_123_a_name_that_only_ipv6_knows_is_listened_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = socket.getaddrinfo("::1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    with listen("six.example", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "fe80::1%nowhere0", "1.2.3.4"])
+def test_BR_123_an_address_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(CannotBind, match=host):
+        listen(host, 0)
