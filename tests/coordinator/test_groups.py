@@ -101,7 +101,9 @@ class Plane:
         return await self.plane.submit([Request(id, pack_ids([1, 2]), sampling, FRONT) for id in IDS])
 
     def say(self, choice: int, first: int, *ids: int, finish: FinishReason | None = None) -> None:
-        row = TokenRow(IDS[choice], Attempt(1), first, ids, finish=finish, cached_tokens=choice)
+        tracked = self.cluster.tracker.get(IDS[choice])
+        attempt = Attempt(1) if tracked is None else tracked.attempt
+        row = TokenRow(IDS[choice], attempt, first, ids, finish=finish, cached_tokens=choice)
         self._seq += 1
         self.plane._take_tokens(Tokens(self._seq, (row,)), Sender("d0", Incarnation(1)))
 
