@@ -15,7 +15,7 @@ from common.request import WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
-from coordinator.registry import Worker
+from coordinator.registry import Registry, Worker
 from coordinator.tracker import Tracked, Tracker
 
 _ORDER = (Phase.QUEUED, Phase.PREFILLING, Phase.KV_READY, Phase.DECODE_READY, Phase.DECODING)
@@ -28,6 +28,7 @@ MAX_DEATHS = 2
 class Attempts:
     def __init__(
         self,
+        registry: Registry,
         queue: WaitingQueue,
         tracker: Tracker,
         dispatcher: Dispatcher,
@@ -38,6 +39,7 @@ class Attempts:
         ask_again_s: float,
         unheld_after_s: float,
     ) -> None:
+        self._registry = registry
         self._queue = queue
         self._tracker = tracker
         self._dispatcher = dispatcher
@@ -110,11 +112,18 @@ class Attempts:
             )
         if tracked.command is not None:
             return self._ask_again(tracked, now)
-        if now - tracked.seen_at >= self._unheld_after_s:
+        if now - tracked.seen_at >= self._unheld_after_s and not self._owner_is_silent(tracked):
             tracked.avoid.update(tracked.holders)  # it may have fallen silent and not be given up yet
             self._lost_tokens.unheard(tracked, "migration")
             return self.again(tracked, "no worker holds it any more", now)
         return []
+
+    def _owner_is_silent(self, tracked: Tracked) -> bool:
+        """Nothing was heard of it since it last had the request: it is found lost soon, and that counts as a death of
+        what it ran. Taken for unheld, a request that kills its workers would walk from one to the next."""
+        owner = tracked.decode if tracked.handed_over or tracked.prefill is None else tracked.prefill
+        worker = None if owner is None else self._registry.get(owner)
+        return worker is not None and not worker.lost and worker.heard_at <= tracked.seen_at
 
     def _out_of_time(self, tracked: Tracked, now: float) -> list[Effect]:
         """A deadline is for the first token; who has that waits as long as anybody may. So does a follower, once while

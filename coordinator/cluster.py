@@ -78,6 +78,7 @@ class Cluster:
         )
         self._lost_tokens = LostTokens(self.tracker, self.counters)
         self._attempts = Attempts(
+            registry,
             queue,
             self.tracker,
             self._dispatcher,

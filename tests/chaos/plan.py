@@ -46,6 +46,7 @@ class Fault(StrEnum):
     SIGTERM_AT_ONCE = "SIGTERM, no time"
     SIGKILL = "SIGKILL"
     SIGKILL_FOR_GOOD = "SIGKILL for good"
+    SIGKILL_TWICE = "SIGKILL, and of the next one"
     STOPS = "stops answering"
     CUT = "link cut"
     CUT_FOR_GOOD = "link cut for good"
@@ -104,6 +105,9 @@ MESSAGES: dict[Station, tuple[str, ...]] = {
 
 SENSELESS: dict[tuple[Station, Fault], str] = {
     (S.WAITING, F.LEAVES_UNHEARD): "no worker has it, so nobody is told",
+    (S.WAITING, F.SIGKILL_TWICE): "nothing runs it, so no death is its doing",
+    (S.QUEUED, F.SIGKILL_TWICE): "nothing runs it, so no death is its doing",
+    (S.ENDED, F.SIGKILL_TWICE): "it does not go on",
     **{
         (station, F.CORRUPTED): "no block of it is under way"
         for station in STATIONS
@@ -174,6 +178,10 @@ def _gives_back(station: Station, victim: str) -> bool | None:
     return None if station is S.FIRST_CHUNK else False  # it is not there yet: only its place is lost
 
 
+_RUNS_AT = {"P": (S.FIRST_CHUNK, S.MIDDLE_CHUNK, S.LAST_CHUNK, S.PREFILLED, S.SENDING), "D": AT_DECODE}
+"""Phases in which a victim's death may be the request's doing."""
+
+
 def _killed(station: Station) -> Iterator[Cell]:
     for victim in ("P", "D", "only P", "only D"):
         migrates = None if station in _NOTICED[victim] else station in _HELD_BY[victim]
@@ -181,6 +189,10 @@ def _killed(station: Station) -> Iterator[Cell]:
     yield Cell(station, F.SIGKILL, "C", outcomes=("broken",))
     migrates = None if station is S.WAITING else station in AT_PREFILL
     yield Cell(station, F.SIGKILL_FOR_GOOD, "only P", migrates=migrates, counts=_LOST["P"])
+    for victim in "PD":
+        if station in _RUNS_AT[victim]:
+            poison: tuple[Outcome, ...] = ("error:RequestFailed",)
+            yield Cell(station, F.SIGKILL_TWICE, victim, poison, migrates=True, counts=_LOST[victim])
     outcomes = ("exact",) if station is S.ENDED else _no_decode_worker(station)
     yield Cell(station, F.SIGKILL_FOR_GOOD, "only D", outcomes, migrates=None, counts=_LOST["D"])
 

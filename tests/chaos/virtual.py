@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from zlib import crc32
 
@@ -23,6 +24,7 @@ DISTURBED_S = 0.5
 """A token that takes so long has been held up: a step of a full batch with a chunk takes a tenth of a second."""
 AWAY_S = 1.0
 NEVER_COUNTED = ("internal_errors_total", "kv_checksum_failures_total", "workers_lost_total")
+_LOOKS_EVERY_S = 0.01
 _ROLES = {"P": "prefill", "D": "decode", "C": COORDINATOR}
 _WHILE_THERE = (Station.PREFILLED, Station.DECODING, Station.PREEMPTED)
 """Messages are met from here on; in the others the phase begins with the message, so it is met when it first comes."""
@@ -126,6 +128,9 @@ class _Run:
             case Fault.SIGKILL:
                 cluster.kill(worker, noticed=self.heard_at_once)
                 self._after(LASTS_S, lambda: cluster.restart(worker))
+            case Fault.SIGKILL_TWICE:
+                cluster.kill(worker, noticed=self.heard_at_once)
+                self._kill_next(worker)
             case Fault.SIGKILL_FOR_GOOD:
                 cluster.kill(worker, noticed=self.heard_at_once)
             case Fault.STOPS:
@@ -133,6 +138,19 @@ class _Run:
                 self._after(LASTS_S, lambda: cluster.thaw(worker))
             case Fault.CUT | Fault.CUT_FOR_GOOD | Fault.SLOW:
                 self._link(*cell.victim.removeprefix("only ").split("-"))
+
+    def _kill_next(self, first: str) -> None:
+        """Whoever runs it next, as soon as it does; then both are replaced."""
+        tracked = self.cluster.cluster.tracker.get(WATCHED)
+        running = Phase.PREFILLING if self.cell.victim == "P" else Phase.DECODING
+        if tracked is None or tracked.attempts < 2 or tracked.life.phase is not running:
+            self._after(_LOOKS_EVERY_S, lambda: self._kill_next(first))
+            return
+        second = tracked.prefill if self.cell.victim == "P" else tracked.decode
+        assert second is not None and second != first, "it went back to a dead worker"
+        self.cluster.kill(second, noticed=True)
+        for name in (first, second):
+            self._after(LASTS_S, partial(self.cluster.restart, name))
 
     def _link(self, one: str, other: str) -> None:
         network = self.cluster.network
@@ -165,6 +183,8 @@ class _Run:
     def _is_hit(self, name: RequestId, worker: str) -> bool:
         """Whether the fault may hold it up: it runs at the victim, or at the end of a link that is the victim."""
         tracked = self.cluster.cluster.tracker.get(name)
+        if self.cell.fault is Fault.SIGKILL_TWICE:
+            return True
         if self.cell.victim == "C" or tracked is None or tracked.life.phase is not Phase.DECODING:
             return True
         return tracked.decode == (self.scene.decode if "D" in self.cell.victim else worker)
@@ -286,7 +306,10 @@ def _outcome_of_finished(answer: Answer, right: list[int]) -> str:
     return "exact" if answer.ids == right else f"{len(answer.ids)} of {len(right)} tokens"
 
 
-_OF_OTHERS = {Fault.SIGKILL_FOR_GOOD: ("error:RequestFailed", "error:DeadlinePassed")}
+_OF_OTHERS = {
+    Fault.SIGKILL_TWICE: ("error:RequestFailed",),
+    Fault.SIGKILL_FOR_GOOD: ("error:RequestFailed", "error:DeadlinePassed"),
+}
 
 
 def _double(fate: Fate) -> Fate:

@@ -507,6 +507,20 @@ def test_what_nobody_holds_is_dispatched_again() -> None:
     assert (decode, Abort(*key, "no worker holds it any more")) in told
 
 
+def test_a_worker_that_falls_silent_is_a_death_of_what_it_runs() -> None:
+    """Its requests are not taken for forgotten before it is taken for lost: poison on hosts whose processes nobody can
+    watch would walk on from worker to worker, uncounted."""
+    bench = four()
+    _, _, decode = bench.decoding()
+    while not bench.turn():
+        bench.now += 0.5
+        for name in bench.incarnations:
+            if name != decode:
+                bench.say(name, heartbeat())
+    tracked = bench.cluster.tracker.get(A)
+    assert tracked is not None and tracked.deaths == 1 and bench.now == 3.5
+
+
 def test_a_lost_last_token_is_made_again() -> None:
     """The decode worker has ended, the front has not: nothing else would ever come."""
     bench = four()
