@@ -86,6 +86,7 @@ def _cut(scene: Scene, victim: str) -> None:
     worker, proxy = scene.who(b), scene.service.proxy
     (proxy.stall if silent else proxy.cut)(scene.who(a), worker)
     scene.go_on()
+    scene.service.taken_over += bool(silent) and a == "C"
     if ends == BETWEEN_WORKERS:
         time.sleep(RESTORED_S)
     else:

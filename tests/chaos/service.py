@@ -46,6 +46,10 @@ class HandStarted(Api):
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lives = 0
         self._pipe = os.pipe()  # whoever reads from it ends when we do
+        self.taken_over = 0
+        """Connections of workers to the coordinator that a later one of the same name took over (ROUTER_HANDOVER) while
+        they stood silent. libzmq 4.3.5 reads such a one no more, so it never closes it: one open file is lost each time
+        that a worker connects again over a link that is silent and not broken. A limit that is known, not a wish."""
         self._fds: dict[int, int] = {}
         self._read: dict[Path, int] = {}  # characters of each log
 
@@ -154,16 +158,16 @@ class HandStarted(Api):
             if limit is None:
                 continue  # a life that has just begun
             now = self._open_files(name)
-            if now > limit + self._for_ways(name):
+            if now > limit + self._for_peers(name):
                 found[name] = f"{now} open files, {limit} at first"
         return found
 
-    def _for_ways(self, name: str) -> int:
-        """What a worker needs besides once it has sent to, or heard from, every peer."""
+    def _for_peers(self, name: str) -> int:
+        """What a process needs besides once it has sent to, or heard from, every peer."""
         others = len(WORKERS) // 2
         if name.startswith("prefill"):
             return _WAY_FDS[self._transfer] * others
-        return _GUEST_FDS[self._transfer] * others if name.startswith("decode") else 0
+        return _GUEST_FDS[self._transfer] * others if name.startswith("decode") else self.taken_over
 
     def _open_files(self, name: str) -> int:
         return len(os.listdir(f"/proc/{self.processes[name].pid}/fd"))
