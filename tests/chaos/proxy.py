@@ -43,6 +43,10 @@ class Link:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     connections: list[_Connection] = field(default_factory=list)
 
+    async def until_it_carries(self) -> None:
+        while self.state == "stalled":
+            await self.changed.wait()
+
 
 @dataclass(slots=True)
 class _End:
@@ -246,6 +250,8 @@ class Proxy:
                     connection.up.source = connection.down.target = name
                     if not self._joins(connection):
                         return
+                if connection.link is not None:
+                    await connection.link.until_it_carries()
                 end.writer.write(frame.raw)
                 continue
             bodies.append(frame.body)
@@ -256,8 +262,7 @@ class Proxy:
     async def _pass(self, connection: _Connection, end: _End, bodies: list[bytes]) -> None:
         link = connection.link
         assert link is not None, "a message before READY"
-        while link.state == "stalled":
-            await link.changed.wait()
+        await link.until_it_carries()
         try:
             sender, message = decode(bodies[-1])
         except ProtocolViolation:
