@@ -185,7 +185,7 @@ def test_the_timeline_of_a_request_that_finished() -> None:
     assert (found["prefill_worker"], found["decode_worker"]) == ("prefill-0", "decode-0")
     assert set(found["coordinator_seconds"]) == set(LIVE_PHASES) - {"preempted"}
     check_times(found, answer.stamps[-1] - answer.submitted)
-    assert found["unattributed_seconds"] < 0.01, "four ways between processes"
+    assert 0 < found["unattributed_seconds"] < 0.01, "four ways between processes"
     parts = {part["worker"]: part for part in found["workers"]}
     assert set(parts["prefill-0"]["seconds"]) == {"queued", "prefilling", "kv_ready"}
     assert set(parts["decode-0"]["seconds"]) == {"kv_ready", "decode_ready", "decoding"}

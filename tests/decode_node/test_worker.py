@@ -336,6 +336,21 @@ def test_BR_001_BR_032_a_sender_that_falls_silent_is_given_up() -> None:
     bench.check_empty()
 
 
+def test_who_is_put_out_of_the_batch_is_said_to_be_and_to_begin_anew() -> None:
+    """At once, not with the next heartbeat: an abort in between is counted by that phase."""
+    bench = Bench(make_core(8))
+    for name in ("w", "b"):
+        bench.owned(request(name, prompt(10), 14))
+    said: list[Message] = []
+    while not bench.worker.idle:
+        said += only(bench.step(), Started)
+    assert [(m.id, m.phase) for m in said if isinstance(m, Started)] == [
+        ("b", "preempted"),
+        ("b", "prefilling"),
+    ]
+    bench.check_empty()
+
+
 @pytest.mark.parametrize(
     "station", ["reserved", "half there", "delivered", "decoding", "queued", "prefilling"]
 )
