@@ -1,7 +1,7 @@
 """Workers that die, hang, come back or cannot be reached: group C of the faults that users have met, in virtual time.
 
 By their numbers. Those about sockets are in tests/transfer/test_links.py, those about processes in
-tests/e2e/test_faults_of_processes.py.
+tests/e2e/test_pools.py.
 """
 
 from __future__ import annotations

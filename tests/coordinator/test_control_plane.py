@@ -41,7 +41,7 @@ async def failure(stream: MailboxStream) -> KvferryError:
     return failed.value
 
 
-def test_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one() -> None:
+def test_BR_142_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one() -> None:
     async def scene() -> list[KvferryError]:
         service = plane()
         try:

@@ -314,7 +314,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_4_and_the_reason(
     assert stage.nobody_left()
 
 
-def test_a_second_signal_stops_at_once(launch: Callable[..., Stage], tmp_path: Path) -> None:
+def test_BR_142_a_second_signal_stops_at_once(launch: Callable[..., Stage], tmp_path: Path) -> None:
     stage = launch(tmp_path, STUBBORN_WORKER, "--shutdown-timeout", "30")
     stage.until("try it:")
     stage.process.send_signal(signal.SIGINT)

@@ -8,8 +8,9 @@ import tracemalloc
 import pytest
 
 from common.errors import DeadlinePassed
-from common.request import RequestId, TokenLogprobs
-from coordinator.front import Delta
+from common.messages import FinishReason, TokenRow, Tokens
+from common.request import Attempt, RequestId, TokenLogprobs
+from coordinator.front import Delta, Front
 from coordinator.streams import MailboxStream
 
 ID = RequestId("r")
@@ -72,3 +73,44 @@ def test_what_is_discarded_is_not_read_and_the_error_is_next() -> None:
             await stream.next()
 
     asyncio.run(story())
+
+
+def test_BR_143_each_reader_ends_right_after_its_own_finish_and_gets_nothing_of_anothers() -> None:
+    """Eight answers of different lengths in the same steps; one reader takes nothing until the others are done."""
+    names = [RequestId(f"r{number}") for number in range(8)]
+    front = Front()
+    streams = {name: MailboxStream([name], lambda _: None, lambda *_: None) for name in names}
+
+    async def read(stream: MailboxStream) -> list[int]:
+        ids: list[int] = []
+        while True:
+            delta = await stream.next()
+            ids += delta.ids
+            if delta.finish is not None:
+                return ids
+
+    def step_of(step: int) -> Tokens:
+        rows = []
+        for number, name in enumerate(names):
+            if step <= number:
+                finish: FinishReason | None = "length" if step == number else None
+                rows.append(TokenRow(name, Attempt(1), step, (100 * number + step,), finish=finish))
+        return Tokens(step, tuple(rows))
+
+    async def scene() -> None:
+        for name in names:
+            front.open(name)
+        slow, *fast = streams.values()
+        readers = [asyncio.create_task(read(stream)) for stream in fast]
+        for step in range(8):
+            deltas, _ = front.accept(step_of(step), "d0", 1, float(step))
+            for delta in deltas:
+                streams[delta.id].put(0, delta)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert [reader.done() for reader in readers] == [step >= number for number in range(1, 8)]
+        for number, reader in enumerate(readers, 1):
+            assert reader.result() == [100 * number + step for step in range(number + 1)]
+        assert await read(slow) == [0]
+
+    asyncio.run(asyncio.wait_for(scene(), 5))
