@@ -39,6 +39,11 @@ Wrap = Callable[[SendingEnd], SendingEnd]
 
 
 KEY_FILE = "KVFERRY_TEST_KEY_FILE"
+HOST = "KVFERRY_TEST_HOST"
+
+
+def here() -> Endpoint:
+    return Endpoint(os.environ.get(HOST, "127.0.0.1"), None)
 
 
 def cluster_key() -> ClusterKey | None:
@@ -100,7 +105,7 @@ class Giver(_End):
         self.links = Links(
             self.me, self.counters, block_bytes=pool.block_bytes, sending=ends, key=cluster_key()
         )
-        self.links.bind(Endpoint("127.0.0.1", None))
+        self.links.bind(here())
         self.sender = TransferSender(block_bytes=pool.block_bytes, window_bytes=window_bytes, **limits)
         self.events: list[SenderEvent] = []
         self.most_in_flight = 0
@@ -161,7 +166,7 @@ class Taker(_End):
         self.links = Links(
             self.me, self.counters, block_bytes=pool.block_bytes, receiving=ends, key=cluster_key()
         )
-        self.address = self.links.bind(Endpoint("127.0.0.1", None))
+        self.address = self.links.bind(here())
         receiver = TransferReceiver(block_bytes=pool.block_bytes, timeout_s=timeout_s)
         self.receiving = Receiving(receiver, WorkerId(name), room=pool.num_blocks)
         self._giver = P  # as links know it: whoever spoke last
