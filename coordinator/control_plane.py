@@ -55,9 +55,8 @@ from coordinator.errors_http import CODES
 from coordinator.front import Front
 from coordinator.metrics import Metrics
 from coordinator.process_watch import ProcessWatch
-from coordinator.registry import Worker
 from coordinator.streams import MailboxStream
-from coordinator.worker_metrics import WorkerSnapshot
+from coordinator.worker_metrics import WorkerSnapshot, snapshot_of
 from transfer.addresses import bind
 from transfer.cluster_key import ClusterKey
 from transfer.inbox import Inbox, Turns, identity, only, send
@@ -222,7 +221,7 @@ class ControlPlane:
             queue_age_s=cluster.queue.age_s(now),
             counters=front_counters,
         )
-        return self._metrics.render([own, *map(_snapshot, cluster.registry.all())])
+        return self._metrics.render([own, *map(snapshot_of, cluster.registry.all())])
 
     # ------------------------------------------------------------ ends
 
@@ -386,18 +385,3 @@ def _rejection(message: Rejected, *, draining: bool) -> KvferryError:
     if error is NoWorker and draining:
         code = SHUTTING_DOWN
     return error(reason, code=code)
-
-
-def _snapshot(worker: Worker) -> WorkerSnapshot:
-    load = worker.load
-    return WorkerSnapshot(
-        worker=worker.id,
-        role=worker.role,
-        running=load.running,
-        waiting=load.waiting,
-        blocks_free=load.blocks_free,
-        blocks_held=load.blocks_held,
-        blocks_cached=load.blocks_cached,
-        counters=worker.totals(),
-        histograms=worker.histogram_totals(),
-    )

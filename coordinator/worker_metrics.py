@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.counters import HISTOGRAM_BUCKETS, split_label
+from coordinator.registry import Worker
 
 PREFIX = "kvferry_"
 
@@ -82,6 +83,21 @@ class WorkerSnapshot:
     @property
     def labels(self) -> dict[str, str]:
         return {"worker": self.worker, "role": self.role}
+
+
+def snapshot_of(worker: Worker) -> WorkerSnapshot:
+    load = worker.load
+    return WorkerSnapshot(
+        worker=worker.id,
+        role=worker.role,
+        running=load.running,
+        waiting=load.waiting,
+        blocks_free=load.blocks_free,
+        blocks_held=load.blocks_held,
+        blocks_cached=load.blocks_cached,
+        counters=worker.totals(),
+        histograms=worker.histogram_totals(),
+    )
 
 
 class SnapshotCollector(Collector):
