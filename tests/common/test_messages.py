@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from pydantic import TypeAdapter
 
+from common.bounds import MAX_WHY_CHARS
 from common.errors import ProtocolViolation
 from common.messages import (
     Abort,
@@ -20,6 +22,8 @@ from common.messages import (
     Offer,
     PeerAddress,
     Prefill,
+    Rebind,
+    Registered,
     Sender,
     TokenRow,
     Tokens,
@@ -206,6 +210,12 @@ def test_what_is_not_ours_is_refused(changes: dict[str, object]) -> None:
         Prefill(ID, ATTEMPT, REQUEST, b"abcde", None),
         Prefill(ID, ATTEMPT, Request(ID, b"ab", SamplingParams(1), FrontId("f")), b"", None),
         Offer(ID, ATTEMPT, REQUEST, b"", 0, b"", "f"),
+        Offer(RequestId("another"), ATTEMPT, REQUEST, b"", 3, b"", "f"),
+        Rebind(ID, ATTEMPT, replace(PEER, control="ipc:///tmp/x")),
+        Registered(5, 0.0, {}),
+        Registered(5, 0.5, {str(n): "tcp://h:1" for n in range(65)}),
+        Abort(RequestId("x" * 2000), ATTEMPT, ""),
+        Tokens(1, (TokenRow(ID, ATTEMPT, 0, (1 << 31,)),)),
         Tokens(1, (TokenRow(ID, ATTEMPT, -1, (5,)),)),
         Tokens(-1, ()),
     ],
@@ -213,6 +223,11 @@ def test_what_is_not_ours_is_refused(changes: dict[str, object]) -> None:
 def test_values_that_would_break_who_uses_them_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolViolation):
         decode(encode(message, WHO))
+
+
+def test_what_only_people_read_is_cut() -> None:
+    (_, message) = decode(encode(Abort(ID, ATTEMPT, "x" * 100_000), WHO))
+    assert isinstance(message, Abort) and len(message.reason) == MAX_WHY_CHARS
 
 
 def test_too_long() -> None:

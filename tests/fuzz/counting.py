@@ -15,7 +15,7 @@ from common.errors import ProtocolViolation
 from common.messages import Message, Sender
 from transfer.inbox import Inbox
 
-OURS = ("common.", "coordinator.", "transfer.", "prefill_node.", "decode_node.")
+OURS = ("common.", "coordinator.", "transfer.", "prefill_node.", "decode_node.", __name__)
 BOUNDED = {
     "_violations": 10_000, "_shut_out_until": 10_000, "_highest": 8192, "_ended": 8192, "_last_seq": 4096,
     "_recent": 1024, "_passed_over": 8192, "ends": 32, "_faults": 256, "_addresses": 4096, "_ways": 256,
