@@ -90,9 +90,7 @@ class ControlPlane:
         self._max_buffered_bytes = max_buffered_bytes
         self._slow_readers = 0
         self._me = Sender("coordinator", Incarnation(time.time_ns() // 1000))
-        self._streams: dict[
-            RequestId, tuple[MailboxStream, int]
-        ] = {}  # of each live request, and which choice
+        self._streams: dict[RequestId, tuple[MailboxStream, int]] = {}  # and which choice of it
         self._limits: dict[MailboxStream, asyncio.TimerHandle] = {}
         self._sockets = Sockets(cluster.counters, key)
         self._control = self._sockets.listening(zmq.ROUTER, MAX_MESSAGE_BYTES, "--control")
@@ -205,7 +203,6 @@ class ControlPlane:
         return self._cluster.timeline(RequestId(request_id), time.monotonic())
 
     def metrics_text(self) -> bytes:
-        now = time.monotonic()
         cluster = self._cluster
         front_counters = {
             **cluster.counters.values,
@@ -218,7 +215,7 @@ class ControlPlane:
             role="coordinator",
             running=cluster.num_running(),
             waiting=cluster.num_waiting(),
-            queue_age_s=cluster.queue.age_s(now),
+            queue_age_s=cluster.queue.age_s(time.monotonic()),
             counters=front_counters,
         )
         return self._metrics.render([own, *map(snapshot_of, cluster.registry.all())])
@@ -286,8 +283,7 @@ class ControlPlane:
         return self._cluster.registry.get(WorkerId(sender.name), sender.incarnation) is not None
 
     def _process_ended(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        now = time.monotonic()
-        self._carry_out(self._cluster.worker_died(worker, incarnation, now))
+        self._carry_out(self._cluster.worker_died(worker, incarnation, time.monotonic()))
 
     async def _read_tokens(self) -> None:
         turns = Turns()
@@ -317,8 +313,8 @@ class ControlPlane:
     def _of_holder(self, tokens: Tokens, worker: WorkerId) -> Tokens:
         """Without what is not this worker's to say."""
         may_come_from = self._cluster.tracker.may_come_from
-        rows = tuple(row for row in tokens.rows if may_come_from(worker, (row.id, row.attempt)))
-        prompts = tuple(row for row in tokens.prompts if may_come_from(worker, (row.id, row.attempt)))
+        rows = tuple(r for r in tokens.rows if may_come_from(worker, (r.id, r.attempt)))
+        prompts = tuple(r for r in tokens.prompts if may_come_from(worker, (r.id, r.attempt)))
         self._front.late_rows += len(tokens.rows) - len(rows) + len(tokens.prompts) - len(prompts)
         return Tokens(tokens.seq, rows, prompts)
 
