@@ -19,6 +19,7 @@ from common.wire import decode, encode
 log = logging.getLogger(__name__)
 
 TURN_S = 0.002
+REST_TURNS = 3  # for every turn of reading blocks, while a step computes
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
@@ -52,14 +53,18 @@ class Turns:
 
     A socket that has the next message at hand gives it without suspending its reader. So one peer that says a lot, or
     a saturated link, would keep timers, heartbeats and the other sockets waiting for as long as it pleases.
+
+    While `computing`, it then rests for REST_TURNS: who copies and hashes blocks as fast as they come takes a core and
+    the interpreter from the step beside it. What is not read waits at its sender, who has no more credit than that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computing: Callable[[], bool] = lambda: False) -> None:
+        self._computing = computing
         self._since = time.monotonic()
 
     async def after_message(self) -> None:
         if time.monotonic() - self._since >= TURN_S:
-            await asyncio.sleep(0)
+            await asyncio.sleep(REST_TURNS * TURN_S if self._computing() else 0)
             self._since = time.monotonic()
 
 

@@ -118,6 +118,8 @@ class Links:
         self._fronts = Fronts(self._sockets)
         self._ways: dict[WorkerId, Way] = {}
         self._inbox = Inbox(counters)
+        self.computing: Callable[[], bool] = lambda: False
+        """Whether a step is out that reading blocks is to leave room for."""
         self._tasks: list[asyncio.Task[None]] = []
         self._on_peer: MessageIn | None = None
         self._on_control: MessageIn | None = None
@@ -348,7 +350,7 @@ class Links:
             await turns.after_message()
 
     async def _read_blocks(self, deliver: BlockIn) -> None:
-        turns = Turns()
+        turns = Turns(lambda: self.computing())
         while True:
             frames = await self._data.recv_multipart(copy=False)
             self._read_block(frames, deliver)

@@ -1,6 +1,6 @@
 """How much a saturated incoming link slows decoding (issue 4, point 8).
 
-    python -m tests.transfer.decode_beside_transfer [--channel tcp|shm] [--rounds 4]
+    python -m tests.transfer.decode_beside_transfer [--channel tcp|shm] [--rounds 4] [--unpaced]
 
 A real decode worker of the default model with one thread computes a steady batch; a process beside it sends blocks of
 that model's size as fast as their credits allow. Quiet and loaded stretches alternate; what counts is the median of
@@ -23,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+import transfer.inbox
 from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.endpoints import Endpoint
@@ -219,9 +220,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", default="")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--unpaced", action="store_true", help="blocks are read as fast as they come")
     parser.add_argument("--send", default="")
     parser.add_argument("--block-bytes", type=int, default=0)
     given = parser.parse_args()
+    if given.unpaced:
+        transfer.inbox.REST_TURNS = 0
     if given.send:
         uvloop.run(saturate(PeerAddress(**json.loads(given.send)), given.channel, given.block_bytes))
         return 0

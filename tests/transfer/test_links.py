@@ -356,3 +356,28 @@ def test_a_link_that_is_never_empty_leaves_the_loop_its_turns() -> None:
             assert late_s < 0.1
 
     run(story())
+
+
+def test_while_a_step_computes_blocks_take_a_share_of_the_time() -> None:
+    """Reading rests for three turns after each, so the core and the interpreter are mostly the step's."""
+
+    async def story() -> float:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            spent_s = 0.0
+
+            def take(header: Block, sender: Sender, frame: memoryview, deliver: object) -> None:
+                nonlocal spent_s
+                time.sleep(0.001)
+                spent_s += 0.001
+
+            d.links._receiving["tcp"].take = take  # type: ignore[method-assign]
+            d.links.computing = lambda: True
+            for _ in range(400):
+                p.links.send_block(d.address, KEY, 3, 2)
+            await until(lambda: spent_s)
+            spent_s, began = 0.0, time.monotonic()
+            await asyncio.sleep(0.3)
+            return spent_s / (time.monotonic() - began)
+
+    share = asyncio.run(asyncio.wait_for(story(), 30))
+    assert 0.05 < share < 0.45
