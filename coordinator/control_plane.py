@@ -268,7 +268,7 @@ class ControlPlane:
     async def _read_control(self) -> None:
         turns = Turns()
         while True:
-            route, *frames = await self._control.recv_multipart()
+            route, *frames = await turns.receive(self._control.recv_multipart())
             read = self._inbox.read(only(frames), route, FROM_WORKERS)
             if read is not None:
                 self._inbox.guard(self._take_control, read[1], read[0], route)
@@ -288,7 +288,7 @@ class ControlPlane:
     async def _read_tokens(self) -> None:
         turns = Turns()
         while True:
-            read = self._inbox.read(only(await self._tokens.recv_multipart()), kinds=(Tokens,))
+            read = self._inbox.read(only(await turns.receive(self._tokens.recv_multipart())), kinds=(Tokens,))
             if read is not None:
                 self._inbox.guard(self._take_tokens, read[1], read[0])
             await turns.after_message()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -18,7 +18,10 @@ from common.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 TURN_S = 0.002
+WAITED_S = 0.0005  # longer than a socket takes to give what it has
 REST_TURNS = 3  # for every turn of reading blocks, while a step computes
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
@@ -61,6 +64,15 @@ class Turns:
     def __init__(self, computing: Callable[[], bool] = lambda: False) -> None:
         self._computing = computing
         self._since = time.monotonic()
+
+    async def receive(self, message: Awaitable[T]) -> T:
+        """The message. One that had to be waited for begins a turn: everybody had theirs meanwhile."""
+        asked = time.monotonic()
+        received = await message
+        now = time.monotonic()
+        if now - asked >= WAITED_S:
+            self._since = now
+        return received
 
     async def after_message(self) -> None:
         if time.monotonic() - self._since >= TURN_S:

@@ -333,7 +333,7 @@ class Links:
     ) -> None:
         turns = Turns()
         while True:
-            read = self._inbox.read(only(await socket.recv_multipart()), kinds=kinds)
+            read = self._inbox.read(only(await turns.receive(socket.recv_multipart())), kinds=kinds)
             if read is not None:
                 self._inbox.guard(deliver, read[1], read[0])
             await turns.after_message()
@@ -343,7 +343,7 @@ class Links:
         kinds = FROM_SENDERS if self._receiving else ()
         turns = Turns()
         while True:
-            route, *frames = await self._peers.recv_multipart()
+            route, *frames = await turns.receive(self._peers.recv_multipart())
             read = self._inbox.read(only(frames), route, kinds)
             if read is not None:
                 self._inbox.guard(deliver, read[1], read[0])
@@ -352,7 +352,7 @@ class Links:
     async def _read_blocks(self, deliver: BlockIn) -> None:
         turns = Turns(lambda: self.computing())
         while True:
-            frames = await self._data.recv_multipart(copy=False)
+            frames = await turns.receive(self._data.recv_multipart(copy=False))
             self._read_block(frames, deliver)
             await turns.after_message()
 
