@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 WARM_UP_SHARE = 0.3  # of a life: caches fill, pools are touched
-MIN_SAMPLES = 20
+MIN_SAMPLES = 60
 T_95 = 2.0  # of Student's t, two-sided, from about twenty samples on
 
 
