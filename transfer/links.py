@@ -77,7 +77,7 @@ MAX_WAYS = 256  # two sockets each; more are not kept, and made again when they 
 FROM_COORDINATOR = (
     Registered, RegistrationRefused, HeartbeatAck, Prefill, Decode, Rebind, Stop, Abort, Drain, SetRole,
 )  # fmt: skip
-FROM_SENDERS = (Offer, Handover, Cancel)
+FROM_SENDERS = (Offer, Handover, Cancel, Cancelled)
 FROM_RECEIVERS = (Accept, Later, Refused, Credit, Nack, Delivered, Revoke, Cancel, Cancelled)
 
 MessageIn = Callable[[Message, Sender], None]
@@ -248,7 +248,12 @@ class Links:
 
     def send_block(self, target: PeerAddress, key: Key, index: int, block: int) -> None:
         """Ships pool block `block`, whose content is that of `key` now; it may be another's a moment later."""
-        self._way_to(target).send_block(key, index, block)
+        try:
+            way = self._way_to(target)
+        except zmq.ZMQError:  # we are out of sockets: it counts as lost, and will be asked for
+            self._counters.add("unsent_messages_total", kind="Block")
+            return
+        way.send_block(key, index, block)
 
     def _send(self, socket: zmq.asyncio.Socket, message: Message, *before: bytes) -> None:
         send(socket, before, message, self.me, self._counters)

@@ -36,6 +36,7 @@ CALL_MS = 2000
 UNANSWERED_MS = 6000
 KEEPALIVE_S = (5, 2, 3)  # silence, between probes; how many of them
 OPEN_FILES = 65_536
+MAX_SOCKETS = 16_384  # of ZeroMQ's own 1023 a way takes six, with those that its events come by
 DOMAIN = b"kvferry"
 
 _EVENT = struct.Struct("=hi")
@@ -64,6 +65,7 @@ class Sockets:
 
     def __init__(self, counters: Counters, key: ClusterKey | None = None) -> None:
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._key = key
         self._failures = Failures(counters, keyed=key is not None)
         self._numbers = itertools.count()

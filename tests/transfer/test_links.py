@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,6 +26,7 @@ from common.messages import (
     Abort,
     Block,
     Cancel,
+    Cancelled,
     Delivered,
     Drain,
     Message,
@@ -37,12 +39,14 @@ from common.wire import encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import offer_of
 from transfer.inbox import identity
-from transfer.links import Links, peer_of
+from transfer.links import MAX_WAYS, Links, peer_of
+from transfer.sockets import allow_open_files
 from transfer.tcp import TcpReceiving, TcpSending
 
 BLOCK_BYTES = 4096
 KEY = (RequestId("a"), Attempt(1))
 CANCEL = Cancel(*KEY, "x")
+_NOWHERE = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
 
 
 class End:
@@ -137,6 +141,23 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
             d.links.to_sender(peer_of(p.me), Delivered(*KEY))
             await until(lambda: p.heard)
             assert p.heard == [(Delivered(*KEY), "decode-0")]
+
+    run(story())
+
+
+def test_either_end_may_call_a_transfer_off_and_is_answered() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            p.links.to_receiver(d.address, CANCEL)
+            await until(lambda: d.heard)
+            for said in (Cancelled(*KEY), CANCEL):
+                d.links.to_sender(peer_of(p.me), said)
+            await until(lambda: len(p.heard) == 2)
+            p.links.to_receiver(d.address, Cancelled(*KEY))
+            await until(lambda: len(d.heard) == 2)
+            assert [m for m, _ in d.heard] == [CANCEL, Cancelled(*KEY)]
+            assert [m for m, _ in p.heard] == [Cancelled(*KEY), CANCEL]
+            assert "protocol_violations_total" not in d.links._counters.values | p.links._counters.values
 
     run(story())
 
@@ -332,9 +353,38 @@ def test_ways_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         async with coordinator_and("prefill-0") as (_, _, (p,)):
             for number in range(10):
                 name = WorkerId(f"d{number}")
-                target = PeerAddress(name, Incarnation(1), "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+                target = PeerAddress(name, Incarnation(1), *_NOWHERE)
                 p.links.to_receiver(target, CANCEL)
             assert list(p.links._ways) == ["d7", "d8", "d9"]
+
+    run(story())
+
+
+def test_as_many_ways_as_are_kept_can_be_had() -> None:
+    """ZeroMQ has a limit of sockets of its own, and those that watch the sockets of a way count in it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_open_files()
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0") as (_, _, (p,)):
+            for number in range(MAX_WAYS + 1):
+                name = WorkerId(f"d{number}")
+                p.links.to_receiver(PeerAddress(name, Incarnation(1), *_NOWHERE), CANCEL)
+            assert len(p.links._ways) == MAX_WAYS
+            assert "unsent_messages_total" not in {n.split("{")[0] for n in p.links._counters.values}
+
+    try:
+        run(story())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_block_for_a_peer_that_no_socket_leads_to_is_counted_as_lost() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0") as (_, _, (p,)):
+            nowhere = PeerAddress(WorkerId("x"), Incarnation(1), "tcp://127.0.0.1:1", "tcp://*:5")
+            p.links.send_block(nowhere, KEY, 0, 0)
+            assert p.links._counters.values['unsent_messages_total{kind="Block"}'] == 1
 
     run(story())
 
