@@ -208,7 +208,7 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
     )
     queue_timeout: float = flag(
         120.0,
-        "seconds after which a request without its first token ends with 408",
+        "seconds that a request may wait in the queue; then it ends with 408",
         "scheduling",
         gt=0,
         metavar="SECONDS",
