@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError, ValueError):  # whoever read it has gone; the code is for somebody else
+            if stream is not None:
+                stream.flush()
     os._exit(code)

@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping
 
 GUARDED = "/admin/"
 READS = ("GET", "HEAD", "OPTIONS")
-_FROM_ELSEWHERE = (b"cross-site", b"same-site")
+_FROM_HERE = (b"same-origin", b"none")
 
 
 def comes_from_elsewhere(
@@ -24,6 +24,7 @@ def comes_from_elsewhere(
     origin = headers.get(b"origin")
     if origin is not None and ("*" in allowed or origin.decode("latin-1") in allowed):
         return False
-    if headers.get(b"sec-fetch-site", b"").strip().lower() in _FROM_ELSEWHERE:
-        return True
+    site = headers.get(b"sec-fetch-site", b"").strip().lower()
+    if site:  # the browser knows: a proxy before us may have ended TLS, so that our scheme is not the page's
+        return site not in _FROM_HERE
     return origin is not None and origin != scheme.encode() + b"://" + headers.get(b"host", b"")

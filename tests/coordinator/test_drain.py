@@ -188,9 +188,17 @@ def test_no_page_of_another_origin_drains_a_worker(
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"origin": "http://{host}", "sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}]
+    "headers",
+    [
+        {},
+        {"origin": "http://{host}"},
+        {"origin": "http://{host}", "sec-fetch-site": "same-origin"},
+        {"origin": "https://{host}", "sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+    ],
 )
 def test_programs_and_our_own_page_may(served: Served, client: httpx.Client, headers: dict[str, str]) -> None:
+    """Over https too, where a proxy before us ends it."""
     host = served.url.removeprefix("http://")
     sent = {name: value.format(host=host) for name, value in headers.items()}
     assert client.post(PATH, headers=sent).status_code == 202
