@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from typing import cast
 
 import pytest
 
+from tests.e2e.service import Service
 from tests.soak.growth import Life, slope_of
+from tests.soak.load import Load
+from tests.soak.run import Soak, verdict
 
 
 def test_a_straight_line_is_found_exactly() -> None:
@@ -27,3 +31,19 @@ def test_a_leak_shows_through_noise_and_a_flat_life_does_not() -> None:
     assert leaking.slope(leaking.anonymous_bytes).least > 0.9 * 20 * 3600
     found = flat.slope(flat.anonymous_bytes)
     assert abs(found.per_hour) < 2 * found.plus_minus
+
+
+def test_a_soak_that_shows_nothing_does_not_pass() -> None:
+    load = Load("", [], Random(0))
+    soak = Soak(cast(Service, None), load, 0.0)
+    assert len(verdict(soak, load)) == 2, "no life was long, nothing was asked"
+    steady = Life("decode-0", 1)
+    for second in range(100):
+        steady.at_s.append(float(second))
+        for values in (steady.anonymous_bytes, steady.descriptors, steady.threads):
+            values.append(9.0)
+    soak.lives[1] = steady
+    load.counted["fixed"] = 10
+    assert verdict(soak, load) == []
+    steady.descriptors[:] = [second / 10 for second in range(100)]
+    assert "gains 360 descriptors per hour" in verdict(soak, load)[0]
