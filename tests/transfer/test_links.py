@@ -38,9 +38,11 @@ from common.request import Attempt, Incarnation, RequestId, WorkerId
 from common.wire import encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import offer_of
+from transfer.addresses import bind
+from transfer.cluster_key import ClusterKey
 from transfer.inbox import identity
 from transfer.links import MAX_WAYS, Links, peer_of
-from transfer.sockets import allow_open_files
+from transfer.sockets import Sockets, allow_open_files
 from transfer.tcp import TcpReceiving, TcpSending
 
 BLOCK_BYTES = 4096
@@ -262,6 +264,20 @@ def test_BR_032_who_takes_the_connection_and_says_nothing_is_gone_too(
                 where = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
                 p.links.to_receiver(replace(d.address, control=where), CANCEL)
                 await until(lambda: p.gone)
+
+    run(story())
+
+
+def test_a_peer_whose_data_socket_turns_us_away_is_gone_though_it_hears_us() -> None:
+    """ZeroMQ does not call there again: blocks would be lost one and all, and the words about them be answered."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            keyed = Sockets(Counters(), ClusterKey(*zmq.curve_keypair()))
+            port = bind(keyed.listening(zmq.PULL, 1000, "KV blocks"), Endpoint("127.0.0.1", None), "--x")
+            p.links.to_receiver(replace(d.address, data=f"tcp://127.0.0.1:{port}"), CANCEL)
+            await until(lambda: p.gone == ["decode-0"])
+            await keyed.end(0)
 
     run(story())
 
