@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -26,6 +27,8 @@ REST_TURNS = 3  # for every turn of reading blocks, while a step computes
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
+LONGEST_WHY = 200  # characters: names in it are the stranger's own
+_ROUTE = re.compile(rb"[\w.-]{1,64}/\d{1,20}")
 
 
 def identity(sender: Sender) -> bytes:
@@ -146,11 +149,19 @@ class Inbox:
             return
         count = self._violations.pop(route, 0) + 1
         if count in (1, MAX_VIOLATIONS):
-            log.warning("message %d from %r dropped: %s", count, route, error.message)
+            log.warning(
+                "message %d from %s dropped: %s", count, _in_words(route), error.message[:LONGEST_WHY]
+            )
         if count >= MAX_VIOLATIONS:
             _bounded(self._shut_out_until)[route] = self._clock() + SHUT_OUT_S
         else:
             _bounded(self._violations)[route] = count
+
+
+def _in_words(route: bytes) -> str:
+    """Who it is, where it bears a name of ours. To libzmq the beginning of an HTTP request that came to the wrong port
+    is a name as well, and holds a key or a prompt: nothing of it is logged."""
+    return route.decode() if _ROUTE.fullmatch(route) else f"a stranger ({len(route)} bytes for a name)"
 
 
 def _bounded(table: dict[bytes, Any]) -> dict[bytes, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 
 from common.counters import Counters
@@ -46,6 +47,20 @@ def test_a_message_is_read_with_its_sender(inbox: Inbox, counters: Counters) -> 
 def test_garbage_is_counted(inbox: Inbox, counters: Counters, data: bytes) -> None:
     assert inbox.read(data, ROUTE) is None
     assert counters.values == {"protocol_violations_total": 1.0}
+
+
+@pytest.mark.parametrize("route, words", [(ROUTE, "decode-0/7"), (b"T /v1 Bearer k3y/1", "a stranger")])
+def test_only_a_name_of_ours_is_logged(
+    inbox: Inbox, caplog: pytest.LogCaptureFixture, route: bytes, words: str
+) -> None:
+    inbox.read(b"a pr0mpt", route)
+    (said,) = caplog.messages
+    assert words in said and "k3y" not in said and "pr0mpt" not in said
+
+
+def test_a_long_name_makes_no_long_line(inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:
+    inbox.read(msgpack.packb({"v": ["x" * 100_000]}), ROUTE)
+    assert len(caplog.messages[0]) < 300
 
 
 def test_another_name_than_the_connections_is_a_violation(inbox: Inbox, counters: Counters) -> None:
