@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,19 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.listener import until
 from tests.e2e.service import Service, completion, serving, streamed
 from tests.processes import alive
 
 HEARTBEAT_S = 0.5
+DRAIN_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Service]:
     log = tmp_path_factory.mktemp("pools") / "log"
-    with serving(log, "--prefill", "2", "--decode", "2", "--kv-cache-memory", "300MiB") as service:
+    flags = ["--prefill", "2", "--decode", "2", "--shutdown-timeout", f"{DRAIN_S:g}"]
+    with serving(log, *flags, "--kv-cache-memory", "300MiB") as service:
         yield service
 
 
@@ -208,12 +212,14 @@ def test_a_frozen_worker_is_passed_over_and_taken_back(service: Service, text_id
 
 
 PACE_S = 0.25
+AT_ONCE = 48
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_all_workers_are_restarted_in_turn_under_load(service: Service, text_ids: list[int]) -> None:
-    """Issue 4, point 4: every worker is drained and comes again, by a POST or by SIGTERM, while four requests of 64
-    tokens come every second, whatever has become of those before. None fails, and every text is exact."""
+    """Every worker is drained and comes again, by a POST or by SIGTERM, while four requests of 64 tokens come every
+    second, whatever has become of those before. None fails, and every text is exact: of those, too, that a worker
+    could not finish in time. A machine that others use gets no more of them than `AT_ONCE`."""
     prompts = [text_ids[25 * i : 25 * i + 45] for i in range(4)]
     fields: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True}
     over = threading.Event()
@@ -222,22 +228,26 @@ def test_all_workers_are_restarted_in_turn_under_load(service: Service, text_ids
 
     def come(threads: ThreadPoolExecutor) -> None:
         began = time.monotonic()
-        while not over.wait(max(0.0, began + PACE_S * len(asked) - time.monotonic())):
-            prompt = prompts[len(asked) % len(prompts)]
-            asked.append(threads.submit(streamed, service.url, prompt, **fields))
+        for number in itertools.count():
+            if over.wait(max(0.0, began + PACE_S * number - time.monotonic())):
+                break
+            if sum(not one.done() for one in asked) < AT_ONCE:
+                prompt = prompts[len(asked) % len(prompts)]
+                asked.append(threads.submit(streamed, service.url, prompt, **fields))
+        print(f"{len(asked)} requests, one every {(time.monotonic() - began) / len(asked):.2f} s")
 
-    with ThreadPoolExecutor(200) as threads:
+    with ThreadPoolExecutor(AT_ONCE + 1) as threads:
         alone = list(threads.map(lambda prompt: streamed(service.url, prompt, **fields), prompts))
         coming = threads.submit(come, threads)
         try:
             for number, worker in enumerate(("decode-0", "prefill-0", "decode-1", "prefill-1")):
                 pid = service.worker(worker)["pid"]
                 if number in (0, 3):
-                    answer = service.post(f"/admin/workers/{worker}/drain", {"deadline_s": 20})
+                    answer = service.post(f"/admin/workers/{worker}/drain", {"deadline_s": DRAIN_S})
                     assert (answer.status_code, answer.json()["state"]) == (202, "draining")
                 else:
                     os.kill(pid, signal.SIGTERM)
-                until(lambda w=worker, p=pid: _is_back(service, w, p), f"{worker} did not come back")  # type: ignore[misc]
+                until(lambda w=worker, p=pid: _is_back(service, w, p), f"{worker} did not come back", 90)  # type: ignore[misc]
         finally:
             over.set()
             coming.result()
@@ -278,13 +288,6 @@ def _is_healthy(service: Service) -> bool:
     except httpx.HTTPError:
         return False
     return len(rows) == 4 and all(row["state"] == "ready" for row in rows)
-
-
-def until(done: Callable[[], bool], otherwise: str, limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
 
 
 def test_a_killed_launcher_takes_its_children_with_it(service: Service) -> None:
