@@ -21,7 +21,7 @@ WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 CHUNK_TOKENS = 128
 DECODE_BLOCKS = 96
 PREFILL_BLOCKS = 128
-READY_LIMIT_S = 90.0
+READY_LIMIT_S = 180.0  # five processes load at once, on a machine that others may use too
 SETTLE_S = 2.0
 _COORDINATOR_FLAGS = ("--worker-timeout=3", "--shutdown-timeout=10")
 _WAY_FDS = {"tcp": 8, "shm": 9}

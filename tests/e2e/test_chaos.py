@@ -29,7 +29,6 @@ def cells(tmp_path_factory: pytest.TempPathFactory, text_ids: list[int]) -> Iter
         yield RealCells(service, text_ids)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_fault_has_its_stated_outcome(name: str, cells: RealCells) -> None:
     print(row(cells.play(REAL[name])))

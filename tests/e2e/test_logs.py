@@ -51,7 +51,6 @@ def garbage(service: Service) -> None:
             connection.sendall(f"{MARK} {KEY}\r\n\r\n".encode() * 20)
 
 
-@pytest.mark.timeout(180)
 def test_no_prompt_no_answer_and_no_key_is_logged(talkative: Service) -> None:
     service = talkative
     answers = [
