@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.e2e.listener import Heard, listen, until
 from tests.e2e.service import Service, completion, serving
+from tests.processes import alive
 
 BLOCKS = 40
 
@@ -73,3 +78,36 @@ def test_BR_103_more_choices_than_run_at_once_take_turns(small: Service, text_id
     many = small.post("/v1/completions", body | {"n": 100})
     assert many.status_code == 400 and many.json()["error"]["message"], many.text
     small.until_idle()
+
+
+def test_BR_142_ctrl_c_twice_when_busy(small: Service, text_ids: list[int]) -> None:
+    """Whoever runs or waits hears why, and all is gone in five seconds. Last in this file: the service is gone."""
+    children = small.descendants()
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(6) as threads:
+
+        def ask(number: int, stream: bool) -> Future[Heard]:
+            prompt = text_ids[9 * number : 9 * number + 20]
+            return threads.submit(
+                listen, small.url, prompt, stream, begun.release, max_tokens=280, ignore_eos=True
+            )
+
+        running = [ask(number, True) for number in range(2)]
+        for _ in running:
+            assert begun.acquire(timeout=60)
+        waiting = [ask(number, number % 2 == 0) for number in range(2, 6)]
+        until(lambda: small.metric("num_requests_waiting") == 4, "they do not wait")
+        small.launcher.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        until(lambda: "once more stops at once" in small.log(), "it does not hear")
+        small.launcher.send_signal(signal.SIGINT)
+        assert small.launcher.wait(30) == 1
+        took_s = time.monotonic() - began
+        ends = [one.result() for one in (*running, *waiting)]
+    print(f"gone {took_s:.2f} s after the first Ctrl-C")
+    assert took_s < 5.0
+    assert [(end.status, end.error.get("code")) for end in ends] == [
+        *[(200, "shutting_down")] * len(running),
+        *[(503, "shutting_down")] * len(waiting),
+    ]
+    assert [pid for pid in children if alive(pid)] == []
