@@ -83,9 +83,9 @@ def _add(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> tuple[floa
 
 
 def _sound(risen: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
-    """Those that are counters by their names and signs, as long as there are not more names than any worker of ours
+    """Those that are counters by their names, as long as there are not more names than any worker of ours
     has: they are kept, and shown to whoever collects metrics."""
-    sound = {n: v for n, v in risen.items() if n in known or (v >= 0 and _COUNTER.fullmatch(n))}
+    sound = {n: v for n, v in risen.items() if n in known or _COUNTER.fullmatch(n)}
     new = [n for n in sound if n not in known]
     for name in new[max(0, MAX_COUNTERS - len(known)) :]:
         del sound[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -71,6 +72,31 @@ def test_an_end_is_heard_of_once(process: subprocess.Popen[bytes]) -> None:
 def test_a_process_of_another_machine_is_none_of_ours(process: subprocess.Popen[bytes], space: str) -> None:
     """Of the same host name too: containers share it, and one's process 7 is not another's."""
     assert asyncio.run(heard_of(process, space=space)) == []
+
+
+def test_one_life_of_a_worker_is_watched_and_no_more_than_there_are_descriptors_for(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.process_watch.MAX_WATCHED", 2)
+
+    async def story() -> None:
+        heard: list[WorkerId] = []
+        watch = ProcessWatch(lambda worker, _: heard.append(worker))
+        files = len(os.listdir("/proc/self/fd"))
+        for incarnation in (3, 4, 5):
+            watch.watch(of(process), Sender("d0", Incarnation(incarnation)))
+        assert len(os.listdir("/proc/self/fd")) == files + 1, "the lives before it are over"
+        for name in ("d1", "d2"):
+            watch.watch(of(process), Sender(name, Incarnation(1)))
+        assert len(os.listdir("/proc/self/fd")) == files + 2
+        process.kill()
+        async with asyncio.timeout(SOON_S):
+            while len(heard) < 2:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.01)
+        watch.close()
+        assert sorted(heard) == ["d0", "d1"]
+
+    asyncio.run(story())
 
 
 def test_a_container_is_a_space_of_its_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 from common.counters import HISTOGRAM_BUCKETS
 from common.messages import Registered, RegistrationRefused, Sender
 from common.request import Incarnation, WorkerId
-from coordinator.registry import Registry, Worker
+from coordinator.registry import MAX_COUNTERS, Registry, Worker
 from tests.coordinator.cluster_bench import card, heartbeat
 
 D0 = WorkerId("d0")
@@ -186,3 +186,30 @@ def test_rows_for_the_admin_page() -> None:
         "step_ms",
     }
     assert names <= set(row) and row["state"] == "ready" and row["id"] == "d0"
+
+
+def test_no_more_workers_than_the_table_holds_and_who_was_here_may_come_back() -> None:
+    here = registry(max_workers=2)
+    for name in ("d0", "d1"):
+        assert isinstance(here.register(card(name), me(name), 0.0), Registered)
+    answer = here.register(card("d2"), me("d2"), 0.0)
+    assert answer == RegistrationRefused("number of workers", "2", "one more") and len(here.all()) == 2
+    assert isinstance(here.register(card("d1"), me("d1", 2), 0.0), Registered)
+    here.mark_lost(worker(here))
+    assert isinstance(here.register(card("d2"), me("d2"), 0.0), Registered)
+
+
+def test_what_a_worker_counts_is_kept_where_it_is_a_counter_and_up_to_a_bound() -> None:
+    """It is shown to whoever collects metrics, so it must not bring lines of its own there."""
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    good = 'late_messages_total{kind="Offer",of="x"}'
+    bad = ('a_total{kind="x\ny"}', 'a_total{kind="x"', "A total", "", 'a_total{kind="}"}', "a" * 99)
+    here.heartbeat(replace(heartbeat(), counters={good: 1.0, **dict.fromkeys(bad, 1.0)}), me(), 0.1)
+    assert worker(here).counters == {good: 1.0}
+    for start in (0, 400):
+        many = {f"n{chr(97 + n // 26 % 26)}{chr(97 + n % 26)}_total": 1.0 for n in range(start, start + 400)}
+        here.heartbeat(replace(heartbeat(), counters=many), me(), 0.2)
+    assert len(worker(here).counters) == MAX_COUNTERS
+    here.heartbeat(replace(heartbeat(), counters={good: 7.0}), me(), 0.3)
+    assert worker(here).counters[good] == 7.0, "a full table still counts"

@@ -160,6 +160,18 @@ def test_what_is_ended_while_it_is_held_never_begins(word: type[Message]) -> Non
     assert bench.seen == [message, offer("2")]
 
 
+def test_what_one_sender_offers_another_neither_ends_nor_takes_over() -> None:
+    """As the receiver holds it with offers that have passed: who came first has it."""
+    bench, other = Bench(), WorkerId("prefill-1")
+    bench.take(offer("1"), PEER)
+    bench.take(Cancel(RequestId("1"), Attempt(1), "r"), other)
+    bench.take(offer("1"), other)
+    (refused,) = bench.said
+    assert isinstance(refused, ToSender) and refused.worker == other and isinstance(refused.message, Refused)
+    taken, _ = bench.gate.compiled(A, None)
+    assert taken == [(offer("1"), PEER)]
+
+
 def test_a_doubled_command_is_handed_on_once_with_its_newest_words() -> None:
     bench = Bench()
     bench.take(prefill("1"))

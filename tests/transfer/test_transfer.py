@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -18,6 +20,7 @@ from common.messages import (
     Offer,
     Revoke,
 )
+from common.request import WorkerId
 from tests.transfer.pair import D1, D, Network, P, Pair, handover_of, key, offer_of
 from transfer.receiver import TransferReceiver
 from transfer.sender import MAX_NACKS, SendFailed, Sent, TransferSender
@@ -27,6 +30,15 @@ R = key()
 
 def failures(pair: Pair) -> list[str]:
     return [event.reason for event in pair.events if isinstance(event, SendFailed)]
+
+
+def test_peers_whose_addresses_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.sender.MAX_PEERS", 2)
+    sender = TransferSender(block_bytes=100)
+    for number in range(4):
+        sender.open(offer_of(key(f"r{number}"), 1), replace(D, worker=WorkerId(f"d{number}")), [0], 0.0)
+        sender.cancel(key(f"r{number}"), "over", 0.0)
+    assert list(sender._addresses) == ["d2", "d3"]
 
 
 # ---------------------------------------------------------------- the good path
