@@ -1,29 +1,30 @@
 """Faults of groups C and J over real processes: who dies, is stopped or told to leave, and what its clients get.
 
-One service of one prefill and two decode workers for all of them.
+One service of one prefill and two decode workers for all of them, in order; it is gone after the last.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.service import Service, completion, serving
+from tests.e2e.listener import Heard, listen, until
+from tests.e2e.service import Service, serving
+from tests.processes import alive
 
 DRAIN_S = 1.5
 FIELDS: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,40 +45,6 @@ def alone(service: Service, prompts: list[list[int]]) -> list[str]:
     return [service.complete(prompt, **FIELDS)["text"] for prompt in prompts]
 
 
-@dataclass(slots=True)
-class Heard:
-    """What a client got of one request: the status, text, and the error that ended it."""
-
-    status: int = 0
-    text: str = ""
-    error: dict[str, Any] = field(default_factory=dict)
-    over: bool = False
-
-
-def listen(url: str, prompt: list[int], stream: bool, begun: Callable[[], object], **fields: Any) -> Heard:
-    heard = Heard()
-    body = completion(prompt, stream=stream, **fields)
-    with (
-        httpx.Client(trust_env=False, timeout=60) as client,
-        client.stream("POST", url + "/v1/completions", json=body) as answer,
-    ):
-        heard.status = answer.status_code
-        if not stream or answer.status_code != 200:
-            heard.error = json.loads(answer.read()).get("error", {})
-            return heard
-        for line in answer.iter_lines():
-            if line == "data: [DONE]":
-                heard.over = True
-            elif line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                heard.error = event.get("error", heard.error)
-                text = "" if "error" in event else event["choices"][0]["text"]
-                if text and not heard.text:
-                    begun()
-                heard.text += text
-    return heard
-
-
 @contextmanager
 def twenty_streams(
     service: Service, prompts: list[list[int]], wait_for: int = 20, **fields: Any
@@ -90,17 +57,8 @@ def twenty_streams(
             for i in range(20)
         ]
         for _ in range(wait_for):
-            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=60)
         yield streams
-
-
-def until(done: Callable[[], object], otherwise: str, limit_s: float = 30.0) -> float:
-    """How long it took."""
-    began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < limit_s, otherwise
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def all_ready(service: Service) -> bool:
@@ -161,3 +119,54 @@ def test_BR_140_a_worker_that_is_told_to_leave_costs_its_twenty_streams_nothing(
         assert [one.result().text for one in streams] == alone * 5
         assert all(one.result().over for one in streams)
     until(lambda: f"{worker} │ left (exit code 0)" in service.log(), "it did not leave with 0")
+
+
+def test_BR_140_a_coordinator_that_is_told_to_leave_ends_what_is_left_with_an_error(
+    service: Service, prompts: list[list[int]], alone: list[str]
+) -> None:
+    """Its streams have its limit, then an error that says why. It is started again, and its workers come to it."""
+    until(lambda: all_ready(service), "somebody is missing")
+    workers = {row["pid"] for row in service.workers()}
+    (coordinator,) = set(service.descendants()) - workers
+    with twenty_streams(service, prompts, **ENDLESS) as streams:
+        os.kill(coordinator, signal.SIGTERM)
+        began = time.monotonic()
+        ends = [one.result() for one in streams]
+        assert time.monotonic() - began > DRAIN_S
+    assert {(end.status, end.error.get("code"), end.over) for end in ends} == {(200, "shutting_down", False)}
+    for end, text in zip(ends, alone * 5, strict=True):
+        assert end.text.startswith(text) or text.startswith(end.text), "not what it says undisturbed"
+    until(lambda: not alive(coordinator), "the old one stays")  # it, too, says that all are ready
+    until(lambda: all_ready(service), "the service does not come back")
+    assert service.complete(prompts[0], **FIELDS)["text"] == alone[0]
+    print(f"a new request was answered {time.monotonic() - began - DRAIN_S:.1f} s after the old one's limit")
+    assert "coordinator │ left (exit code 0)" in service.log()
+    assert {row["pid"] for row in service.workers()} == workers
+    service.until_idle()
+
+
+def test_BR_142_ctrl_c_when_busy(service: Service, prompts: list[list[int]]) -> None:
+    """Who runs and who waits, streamed or not, hears why, and all is gone five seconds after its limit. Twice: in
+    `test_overload.py`; idle: every service of these tests ends so."""
+    until(lambda: all_ready(service), "somebody is missing")
+    children = service.descendants()
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(40) as threads:
+        asked = [
+            threads.submit(listen, service.url, prompts[i % 4], i % 2 == 0, begun.release, **ENDLESS)
+            for i in range(40)
+        ]
+        for _ in range(8):
+            assert begun.acquire(timeout=60)
+        until(lambda: service.metric("num_requests_waiting") > 0, "nobody waits")
+        service.launcher.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert service.launcher.wait(30) == 0
+        took_s = time.monotonic() - began
+        ends = [one.result() for one in asked]
+    print(f"gone {took_s:.2f} s after Ctrl-C, of which {DRAIN_S} s were given to who runs")
+    assert took_s < DRAIN_S + 5.0
+    assert {end.error.get("code") for end in ends} == {"shutting_down"}
+    assert {end.status for end in ends} == {200, 503}
+    assert {end.status for end in ends[1::2]} == {503}, "who had heard nothing yet gets a status that says so"
+    assert [pid for pid in children if alive(pid)] == []
