@@ -276,7 +276,7 @@ def test_a_peer_whose_data_socket_turns_us_away_is_gone_though_it_hears_us() -> 
             keyed = Sockets(Counters(), ClusterKey(*zmq.curve_keypair()))
             port = bind(keyed.listening(zmq.PULL, 1000, "KV blocks"), Endpoint("127.0.0.1", None), "--x")
             p.links.to_receiver(replace(d.address, data=f"tcp://127.0.0.1:{port}"), CANCEL)
-            await until(lambda: p.gone == ["decode-0"])
+            await until(lambda: p.gone == ["decode-0"], 20.0)  # once it could read why it is hung up on
             await keyed.end(0)
 
     run(story())

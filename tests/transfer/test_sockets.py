@@ -137,7 +137,7 @@ def test_who_was_refused_hears_of_it_and_may_call_again_with_another_socket() ->
             server = a.listening(zmq.PULL, LONGEST, "a")
             where = Endpoint("127.0.0.1", bind(server, HERE, "--x"))
             b.calling(zmq.PUSH, LONGEST, "b", gave_up=lambda: heard.append("gave up")).connect(str(where))
-            await until(lambda: heard)
+            await until(lambda: heard, 20.0)  # once it could read why it is hung up on
             await asyncio.sleep(0.3)
             assert heard == ["gave up"], "ZeroMQ calls no more after this"
 
