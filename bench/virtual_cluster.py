@@ -303,6 +303,12 @@ class VirtualCluster:
             assert isinstance(message, Admitted)
 
     def _at_front(self, tokens: Tokens, sender: Sender) -> None:
+        worker = WorkerId(sender.name)
+        if self.cluster.registry.get(worker, sender.incarnation) is None:
+            self.front.late_rows += len(tokens.rows) + len(tokens.prompts)
+            return
+        tokens, dropped = self.cluster.tracker.of_holder(tokens, worker)
+        self.front.late_rows += dropped
         deltas, heard = self.front.accept(tokens, sender.name, sender.incarnation, self.now)
         for delta in deltas:
             answer = self.answers[delta.id]

@@ -297,7 +297,8 @@ class ControlPlane:
         if not self._knows(sender):
             self._front.late_rows += len(tokens.rows) + len(tokens.prompts)
             return
-        tokens = self._of_holder(tokens, WorkerId(sender.name))
+        tokens, dropped = self._cluster.tracker.of_holder(tokens, WorkerId(sender.name))
+        self._front.late_rows += dropped
         now = time.monotonic()
         deltas, heard = self._front.accept(tokens, sender.name, sender.incarnation, now)
         for delta in deltas:
@@ -309,14 +310,6 @@ class ControlPlane:
             if delta.finish is not None:
                 self._forget(delta.id)
         self._tell_cluster(heard, now)
-
-    def _of_holder(self, tokens: Tokens, worker: WorkerId) -> Tokens:
-        """Without what is not this worker's to say."""
-        may_come_from = self._cluster.tracker.may_come_from
-        rows = tuple(r for r in tokens.rows if may_come_from(worker, (r.id, r.attempt)))
-        prompts = tuple(r for r in tokens.prompts if may_come_from(worker, (r.id, r.attempt)))
-        self._front.late_rows += len(tokens.rows) - len(rows) + len(tokens.prompts) - len(prompts)
-        return Tokens(tokens.seq, rows, prompts)
 
     def _tell_cluster(self, heard: list[Message], now: float) -> None:
         effects: list[Effect] = []

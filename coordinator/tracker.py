@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.lifecycle import Life, Phase
-from common.messages import Ended, Message
+from common.messages import Ended, Message, Tokens
 from common.request import Attempt, Key, Request, RequestId, WorkerId
 
 RECENT_LIMIT = 1024
@@ -136,6 +136,23 @@ class Tracker:
         who is not live nobody takes anything."""
         tracked = self._live.get(key[0])
         return tracked is None or (tracked.attempt == key[1] and worker in (tracked.prefill, tracked.decode))
+
+    def of_holder(self, tokens: Tokens, worker: WorkerId) -> tuple[Tokens, int]:
+        """Without what is not this worker's to say, and how many rows that was: in nearly every message none."""
+        live = self._live
+        for row in tokens.rows:
+            tracked = live.get(row.id)
+            if tracked is not None and (
+                tracked.attempt != row.attempt or (worker != tracked.decode and worker != tracked.prefill)
+            ):
+                break
+        else:
+            if not tokens.prompts:
+                return tokens, 0
+        rows = tuple(r for r in tokens.rows if self.may_come_from(worker, (r.id, r.attempt)))
+        prompts = tuple(r for r in tokens.prompts if self.may_come_from(worker, (r.id, r.attempt)))
+        dropped = len(tokens.rows) - len(rows) + len(tokens.prompts) - len(prompts)
+        return Tokens(tokens.seq, rows, prompts), dropped
 
     def all(self) -> list[Tracked]:
         return list(self._live.values())

@@ -79,6 +79,7 @@ def test_BR_034_all_decode_workers_are_replaced_under_their_names(at_once: bool)
         cluster.restart(name)
     cluster.go(0.2)
     check_all(cluster, ask_some(cluster, 100))
+    cluster.until_over(*(answer for answer, _, _ in before))
     ends = {answer.end for answer, _, _ in before}
     assert ends <= {"length", "RequestFailed"}  # whoever ran on both of them
     assert all(answer.reason for answer, _, _ in before if answer.end != "length")
