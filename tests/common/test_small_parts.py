@@ -172,6 +172,14 @@ def test_ledger_is_bounded_and_forgets_the_oldest() -> None:
     ]
 
 
+def test_fronts_whose_messages_are_numbered_are_bounded() -> None:
+    outbox = Outbox()
+    for number in range(MAX_FRONTS + 2):
+        outbox.put(FrontId(f"f{number}"), TokenRow(*_key("r", 1), 0, (1,)))
+        outbox.flush()
+    assert len(outbox.last_seq) == MAX_FRONTS and "f0" not in outbox.last_seq
+
+
 def test_outbox_sends_one_numbered_message_per_front() -> None:
     outbox = Outbox()
     assert outbox.flush() == []
@@ -190,14 +198,6 @@ def test_outbox_sends_one_numbered_message_per_front() -> None:
 
 
 @pytest.mark.parametrize("top", [0, 20])
-def test_fronts_whose_messages_are_numbered_are_bounded() -> None:
-    outbox = Outbox()
-    for number in range(MAX_FRONTS + 2):
-        outbox.put(FrontId(f"f{number}"), TokenRow(*_key("r", 1), 0, (1,)))
-        outbox.flush()
-    assert len(outbox.last_seq) == MAX_FRONTS and "f0" not in outbox.last_seq
-
-
 def test_outbox_cuts_prompts_into_messages_of_bounded_size(top: int) -> None:
     """Thirty rows of all lengths and one of a whole large chunk, whole and in order whatever the cuts."""
     best = tuple((2**31 - 1, -0.123456789) for _ in range(top))
