@@ -43,7 +43,7 @@ from tests.transfer.pair import BLOCK_SIZE
 from tests.transfer.test_worker_loop import NoGrammars
 from transfer.inbox import identity
 from transfer.links import Links
-from transfer.worker_loop import WorkerLoop
+from transfer.worker_loop import Step, WorkerLoop
 
 BLOCK = 1024
 BLOCKS = 128
@@ -228,10 +228,10 @@ class HonestCoordinator:
 
 @asynccontextmanager
 async def worker_running(
-    coordinator: HonestCoordinator, node: Any, links: Links, pool: Any, me: Sender
+    coordinator: HonestCoordinator, node: Any, links: Links, pool: Any, me: Sender, run: Step = step
 ) -> AsyncIterator[WorkerLoop]:
     """A worker's loop with real sockets, up to its stop."""
-    loop = WorkerLoop(node, step, NoGrammars(), cast(Any, pool), links, card_of(me), shutdown_timeout_s=1.0)
+    loop = WorkerLoop(node, run, NoGrammars(), cast(Any, pool), links, card_of(me), shutdown_timeout_s=1.0)
     running = asyncio.create_task(loop.run(coordinator.endpoint))
     try:
         await until(lambda: coordinator.load is not None)
