@@ -13,12 +13,26 @@ Value = str | int | float | bool | None
 Fingerprint = Mapping[str, Value]
 
 
+# What a person chose first, what follows from it last: another dtype makes other block bytes and linear kernels too.
+_CAUSES = ("protocol", "architecture", "weights_revision", "dtype", "block_size", "device_kind")
+_CONSEQUENCES = ("attention_backend", "linear_policy", "kv_dtype", "kv_layout", "block_bytes")
+
+
 def first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, Value, Value] | None:
-    """The first field, by name, that differs, with both values; a missing field counts as None."""
-    for name in sorted(set(ours) | set(theirs)):
+    """The most telling field that differs, with both values; a missing field counts as None."""
+    for name in sorted(set(ours) | set(theirs), key=_telling):
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
+
+
+def _telling(name: str) -> tuple[int, str]:
+    """Sorts causes in their order, then other facts by name, then consequences in theirs."""
+    if name in _CAUSES:
+        return _CAUSES.index(name), ""
+    if name in _CONSEQUENCES:
+        return len(_CAUSES) + 1 + _CONSEQUENCES.index(name), ""
+    return len(_CAUSES), name
 
 
 def digest(fingerprint: Fingerprint) -> str:
