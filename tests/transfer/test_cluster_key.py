@@ -135,16 +135,19 @@ def test_serve_gives_its_children_the_file_and_not_what_is_in_it(
         held.close()
 
 
+README = Path(__file__).parents[2] / "README.md"
 TWO_MACHINES = """
 kvferry coordinator --control tcp://10.0.0.1:8701 --tokens-port 8702 --curve-key cluster.key
-kvferry decode --coordinator tcp://10.0.0.1:8701 --curve-key cluster.key
+kvferry decode --coordinator tcp://10.0.0.1:8701 --curve-key cluster.key --advertise 10.0.0.1:8705
 kvferry prefill --coordinator tcp://10.0.0.1:8701 --curve-key cluster.key --advertise 10.0.0.2:8703
 """
 
 
 def test_the_commands_for_two_machines_are_taken() -> None:
-    """As the README writes them."""
+    """As the README writes them. Each worker says its ports, which a firewall is to let through."""
+    assert TWO_MACHINES.strip() in README.read_text("utf-8").replace("# on 10.0.0.2\n", "")
     coordinator, decode, prefill = (line.split()[2:] for line in TWO_MACHINES.strip().splitlines())
     assert parse_coordinator(coordinator, {}).tokens_port == 8702
     assert parse_worker(decode, "decode").coordinator == "tcp://10.0.0.1:8701"
+    assert parse_worker(decode, "decode").advertise == "10.0.0.1:8705"
     assert parse_worker(prefill, "prefill").advertise == "10.0.0.2:8703"
