@@ -194,6 +194,8 @@ async def measure(channel: str, rounds: int) -> float:
             coordinator.say(me, Decode(*key, Request(key[0], prompt, sampling, FRONT), b""))
         with _load(address, channel, layout.block_bytes) as load:
             await until(lambda: len(steps.seconds) > 5, 60)
+            load.say("go")
+            await until(lambda: node.records.counters.total("kv_transfer_bytes_total") > 0, 60)
             for _ in range(rounds):
                 for word, kept in (("pause", quiet), ("go", loaded)):
                     load.say(word)
