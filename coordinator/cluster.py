@@ -222,8 +222,9 @@ class Cluster:
         if before is not None and not before.lost and before.incarnation > sender.incarnation:
             self._late(message)  # incarnations rise: this life is over, and must not put out the present one
             return [ToWorker(worker_id, name_taken(before, sender))]
+        limit = self.registry.max_model_len()
         answer = self.registry.register(message, sender, now)  # who is refused puts out nobody either
-        self._note_registration(worker_id, message, answer)
+        self._note_registration(worker_id, message, answer, limit)
         taken = isinstance(answer, Registered) and before is not None and not before.lost
         if taken and before is not None and before.incarnation != sender.incarnation:
             self.registry.mark_lost(before)
@@ -232,15 +233,21 @@ class Cluster:
         return [*effects, ToWorker(worker_id, answer)]
 
     def _note_registration(
-        self, worker_id: WorkerId, card: Register, answer: Registered | RegistrationRefused
+        self,
+        worker_id: WorkerId,
+        card: Register,
+        answer: Registered | RegistrationRefused,
+        limit_before: int | None,
     ) -> None:
         if isinstance(answer, RegistrationRefused):
             difference = f"its {answer.field} is {answer.theirs}, here it is {answer.ours}"
             self.notices.append(f"{card.role} worker {worker_id} refused: {difference}")
         else:
-            self.notices.append(
-                f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
-            )
+            notice = f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
+            if limit_before is not None and answer.max_model_len < limit_before:
+                fall = f"{limit_before} to {answer.max_model_len} tokens"
+                notice += f"; the longest prompt and answer together fall from {fall}: its pool is smaller"
+            self.notices.append(notice)
 
     def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
         """See `Departures.drain`."""

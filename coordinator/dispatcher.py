@@ -1,8 +1,9 @@
 """Gives waiting requests to pairs of workers, and keeps account of what that takes of them. Pure.
 
 The rule of the queue: in order, and one without room lets a few behind it pass, so that a long prompt does not
-idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. A dispatch is a command,
-said again by the cluster until a worker has answered it.
+idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. One that no worker that is left
+could hold is passed by all: room made for it would be of no use. A dispatch is a command, said again by the cluster
+until a worker has answered it.
 
 Why no deadlock: a request waits here before it counts at any worker, and is given to both of a pair at once or to
 none; a follower is held only for its leader, which is never held. Shares are given back when a prompt is computed, when
@@ -79,7 +80,10 @@ class Dispatcher:
 
     def _entry(self, tracked: Tracked, now: float) -> Entry:
         tokens = 1 if tracked.request.follows else tracked.tokens
-        return Entry(tracked.id, tracked.request.priority, tracked.arrival, tokens, since=now)
+        request = tracked.request
+        return Entry(
+            tracked.id, request.priority, tracked.arrival, tokens, since=now, longest=request.max_total_tokens
+        )
 
     def give_out(self, now: float) -> list[Effect]:
         """Gives out what workers have room for."""
@@ -97,7 +101,8 @@ class Dispatcher:
     def _walk_queue(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         passed: list[Tracked] = []
-        entries = self._queue.ahead(LOOK_AHEAD)
+        room = max((worker.longest_tokens for worker in self._registry.usable("decode")), default=0)
+        entries = self._queue.ahead(LOOK_AHEAD, room)
         for entry in entries:
             tracked = self._tracker.get(entry.id)
             assert tracked is not None

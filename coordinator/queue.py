@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import islice
 
 from common.request import RequestId
 
@@ -20,6 +21,7 @@ class Entry:
     arrival: int
     tokens: int
     since: float
+    longest: int = 0  # prompt and answer together, if it comes to all that it may
 
     @property
     def order(self) -> tuple[int, int]:
@@ -83,9 +85,10 @@ class WaitingQueue:
         self.push(entry)
         return True
 
-    def ahead(self, count: int) -> list[Entry]:
-        """The first `count` entries in line, in order; a copy."""
-        return self._entries[:count]
+    def ahead(self, count: int, room: int) -> list[Entry]:
+        """The first `count` entries in line, in order, of those that somebody with `room` tokens in all could hold;
+        a copy. The others wait for another worker, and are in nobody's way."""
+        return list(islice((entry for entry in self._entries if entry.longest <= room), count))
 
     def first(self) -> Entry | None:
         return self._entries[0] if self._entries else None

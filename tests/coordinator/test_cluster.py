@@ -31,7 +31,7 @@ from common.messages import (
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
-from coordinator.dispatcher import MAX_PASSES
+from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 
 A = RequestId("a")
@@ -192,6 +192,35 @@ def test_a_long_prompt_lets_a_few_pass() -> None:
     assert passed == MAX_PASSES
     told = bench.front(RequestFinished(first[0], "stop"))
     assert next(m.id for _, m in told if isinstance(m, Prefill)) == "large"
+
+
+@pytest.mark.parametrize("larges", [1, MAX_BLOCKED + 3])
+def test_what_no_worker_that_is_left_could_hold_is_in_nobodys_way(larges: int) -> None:
+    """They wait for another such worker; room made meanwhile is of no use to them, so nobody keeps it for them."""
+    bench = ClusterBench("d0")
+    for number in range(larges):
+        bench.submit(request(f"large{number}", 20, 400))
+    bench.join("d1", blocks=10)
+    bench.note(bench.cluster.worker_died(WorkerId("d0"), Incarnation(1), bench.now))
+    for number in range(MAX_PASSES + 5):
+        assert kinds(bench.submit(request(f"s{number}", 10))) == [("d1", "Decode")], number
+        bench.front(RequestFinished(RequestId(f"s{number}"), "stop"))
+    told = bench.join("d2")
+    assert {m.id for w, m in told if isinstance(m, Decode) and w == "d2"} == {
+        f"large{number}" for number in range(min(larges, 6))
+    }, "two steps of prompts"
+
+
+def test_a_small_worker_that_takes_the_limit_down_is_told_of() -> None:
+    bench = ClusterBench("p0", "d0")
+    bench.cluster.notices.clear()
+    bench.join("d1", blocks=10)
+    (notice,) = bench.cluster.notices
+    assert "512 to 160 tokens" in notice
+    bench.cluster.notices.clear()
+    bench.join("d2", blocks=10)
+    (notice,) = bench.cluster.notices
+    assert "tokens" not in notice, "it changes nothing"
 
 
 def test_a_worker_that_comes_gets_all_it_has_room_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings, strategies as st
 
 from common.request import RequestId
@@ -12,8 +14,11 @@ def entry(arrival: int, priority: int = 0, tokens: int = 10, since: float = 0.0)
     return Entry(RequestId(f"r{arrival}"), priority, arrival, tokens, since)
 
 
+ROOM = 10_000
+
+
 def order(queue: WaitingQueue) -> list[int]:
-    return [e.arrival for e in queue.ahead(100)]
+    return [e.arrival for e in queue.ahead(100, ROOM)]
 
 
 def test_class_then_arrival() -> None:
@@ -21,7 +26,15 @@ def test_class_then_arrival() -> None:
     for arrival, priority in ((1, 1), (2, 0), (3, -1), (4, 0)):
         queue.push(entry(arrival, priority))
     assert order(queue) == [3, 2, 4, 1]
-    assert queue.ahead(2) == [entry(3, -1), entry(2, 0)]
+    assert queue.ahead(2, ROOM) == [entry(3, -1), entry(2, 0)]
+
+
+def test_who_fits_nobody_that_is_left_is_in_nobodys_way() -> None:
+    queue = WaitingQueue(max_requests=10, max_tokens=1000)
+    for arrival in range(1, 6):
+        queue.push(replace(entry(arrival), longest=100 if arrival < 4 else 20))
+    assert [e.arrival for e in queue.ahead(2, 20)] == [4, 5]
+    assert [e.arrival for e in queue.ahead(2, 100)] == [1, 2]
 
 
 def test_who_comes_back_stands_where_it_stood() -> None:
@@ -67,6 +80,6 @@ def test_against_a_list(steps: list[tuple[bool, int, int, int]]) -> None:
         elif not push:
             assert queue.remove(one.id) == model.pop(one.id, None)
         expected = sorted(model.values(), key=lambda e: e.order)
-        assert queue.ahead(100) == expected and len(queue) == len(model)
+        assert queue.ahead(100, ROOM) == expected and len(queue) == len(model)
         assert queue.first() == (expected[0] if expected else None)
         assert queue.tokens == sum(e.tokens for e in expected)
