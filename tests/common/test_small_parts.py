@@ -110,7 +110,12 @@ def test_what_a_person_chose_is_named_before_what_follows_from_it() -> None:
     """`--dtype float32` beside bfloat16 said "block_bytes is 368640 there and 737280 here"."""
     ours: dict[str, Value] = {"block_bytes": 368640, "block_size": 16, "dtype": "bfloat16", "heads": 9}
     ours |= {"architecture": "llama", "linear_policy": "4:64", "kv_dtype": "bfloat16"}
-    other_dtype = {"dtype": "float32", "kv_dtype": "float32", "linear_policy": "4:1", "block_bytes": 737280}
+    other_dtype: dict[str, Value] = {
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "linear_policy": "4:1",
+        "block_bytes": 737280,
+    }
     other_model: dict[str, Value] = {"architecture": "qwen3", "heads": 4, "block_bytes": 1}
 
     assert first_difference(ours, {**ours, **other_dtype}) == ("dtype", "bfloat16", "float32")
