@@ -45,8 +45,12 @@ def new_key(path: Path) -> ClusterKey:
         raise BadConfiguration(f"{path} is there already, and is left as it is: name another file") from None
     except OSError as error:
         raise BadConfiguration(f"{path} cannot be made: {error.strerror}") from error
-    with os.fdopen(file, "w") as written:
-        written.write(_TEXT.format(public=public.decode(), secret=secret.decode()))
+    try:
+        with os.fdopen(file, "w") as written:
+            written.write(_TEXT.format(public=public.decode(), secret=secret.decode()))
+    except OSError as error:
+        path.unlink(missing_ok=True)  # half a key would only stand in the way of the next one
+        raise BadConfiguration(f"{path} cannot be written: {error.strerror}") from error
     return ClusterKey(public, secret)
 
 

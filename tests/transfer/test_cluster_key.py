@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_a_file_that_is_there_is_left_as_it_is(file: Path, tmp_path: Path) -> No
     assert file.read_text() == "precious" and not (tmp_path / "target").exists()
     with pytest.raises(BadConfiguration, match="cannot be made: No such file"):
         new_key(tmp_path / "nowhere" / "key")
+
+
+def test_half_a_key_stands_in_nobodys_way(file: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(BadConfiguration, match="cannot be written"):
+            new_key(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not file.exists()
+    new_key(file)
 
 
 def test_faults_are_named(file: Path) -> None:
