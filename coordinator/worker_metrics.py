@@ -33,6 +33,11 @@ COUNTERS = {
     "failed, refused or left: clients saw a pause.",
     "late_messages_total": "Messages about what has ended, moved on or never was, by kind: answered, without effect. "
     "Some come with every abort and death; a steady rate beside neither means a link that delays or doubles.",
+    "superseded_messages_total": "Messages left on a connection whose name a newer one took over (a process stood "
+    "still, a link was down), dropped: they are said again. A steady rate: something calls that gives no name.",
+    "protocol_violations_total": "Messages dropped because no process of this cluster says them there: garbage, "
+    "another version's, a kind for another socket, a name that is another's. Processes that are late, restarted or "
+    "cut off make none: look for a stranger at the ports.",
     "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption (the decode pool has too few blocks), "
     "migration (workers die or leave), abort (clients leave).",
     "recomputed_prompt_tokens_total": "Prompt tokens that a decode worker computed though their KV had been there: "

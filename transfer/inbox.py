@@ -29,6 +29,9 @@ SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
 LONGEST_WHY = 200  # characters: names in it are the stranger's own
 _ROUTE = re.compile(rb"[\w.-]{1,64}/\d{1,20}")
+_NAMELESS = re.compile(rb"\0.{4}", re.DOTALL)
+"""How a ROUTER calls a connection without a name: a newer one of its name has taken that over, and what is left there
+are an honest process's late words; or none was ever given, which no process of ours does, and nobody listens to it."""
 
 
 def identity(sender: Sender) -> bytes:
@@ -115,6 +118,9 @@ class Inbox:
             sender, message = decode(data)
             if not isinstance(message, kinds):
                 raise ProtocolViolation(f"a {type(message).__name__}, which is not said here")
+            if _NAMELESS.fullmatch(route):
+                self._superseded(sender, message)
+                return None
             if route and route != identity(sender):
                 raise ProtocolViolation(f"{sender.name} speaks from another's address")
         except ProtocolViolation as error:
@@ -123,6 +129,13 @@ class Inbox:
         if self._violations:
             self._violations.pop(route, None)
         return sender, message
+
+    def _superseded(self, sender: Sender, message: Message) -> None:
+        """Dropped: what still counts is said again over the newer connection. Not a violation, for it is what a
+        process that stood still finds, and what a link that was down brings."""
+        self._counters.add("superseded_messages_total")
+        who = _in_words(identity(sender))
+        log.debug("a %s of %s dropped: its connection was taken over", type(message).__name__, who)
 
     def _is_shut_out(self, route: bytes) -> bool:
         until = self._shut_out_until.get(route)

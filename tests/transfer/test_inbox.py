@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import msgpack
 import pytest
+import zmq
 
 from common.counters import Counters
-from common.messages import Delivered, Sender
+from common.messages import Abort, Delivered, Sender
 from common.request import Attempt, Incarnation, RequestId
 from common.wire import encode
 from transfer.inbox import MAX_VIOLATIONS, SHUT_OUT_S, Inbox, identity
@@ -66,6 +69,44 @@ def test_a_long_name_makes_no_long_line(inbox: Inbox, caplog: pytest.LogCaptureF
 def test_another_name_than_the_connections_is_a_violation(inbox: Inbox, counters: Counters) -> None:
     assert inbox.read(GOOD, b"decode-0/8") is None
     assert counters.values == {"protocol_violations_total": 1.0}
+
+
+def test_what_is_left_of_a_connection_that_was_taken_over_is_late_and_no_violation(
+    inbox: Inbox, counters: Counters, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through a real ROUTER that reads nothing for a while, as that of a process that stood still: whoever speaks to
+    it connects again meanwhile."""
+    heard = []
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        for number in range(3):
+            with context.socket(zmq.DEALER) as one:
+                one.setsockopt(zmq.LINGER, 1000)
+                one.setsockopt(zmq.IDENTITY, ROUTE)
+                one.connect(f"tcp://127.0.0.1:{port}")
+                for _ in range(3):
+                    one.send(GOOD)
+                if number == 0:
+                    assert router.recv_multipart() == [ROUTE, GOOD]
+            time.sleep(0.2)  # it has left when the next one comes; of one that stands ZeroMQ reads no more
+        while router.poll(500):
+            route, data = router.recv_multipart()
+            heard.append(inbox.read(data, route))
+    assert None in heard and set(heard) == {None, (ME, MESSAGE)}
+    assert counters.values == {"superseded_messages_total": heard.count(None)} and caplog.messages == []
+
+
+def test_who_never_gives_a_name_is_heard_of_and_not_heard(inbox: Inbox, counters: Counters) -> None:
+    nameless = b"\0\n\xff\0\1"
+    for _ in range(MAX_VIOLATIONS):
+        assert inbox.read(GOOD, nameless) is None
+    assert counters.values == {"superseded_messages_total": float(MAX_VIOLATIONS)}
+    assert inbox.read(b"junk", nameless) is None and inbox.read(GOOD, nameless, (Abort,)) is None
+    assert counters.values["protocol_violations_total"] == 2
+    for stranger in (b"\0abc", b"\0abcde", b"abcde"):
+        assert inbox.read(GOOD, stranger) is None
+    assert counters.values["protocol_violations_total"] == 5
 
 
 def test_an_impostor_shuts_the_real_one_out_for_a_moment_only(inbox: Inbox, clock: Clock) -> None:
