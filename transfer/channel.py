@@ -27,6 +27,8 @@ from common.request import Key
 BlockIn = Callable[[Block, Sender, memoryview], None]
 """A header, who sent it, and the bytes that came with it (none where there were none)."""
 
+HUNG_UP = "it hung up"
+"""Why a way is lost whose peer's process has left, as it does in order too; its death is for others to tell."""
 
 Frame = bytes | memoryview
 """What goes beside a header; it may be the pool's own memory, so it is to be sent at once."""

@@ -54,7 +54,7 @@ from common.messages import (
 )
 from common.request import Key, WorkerId
 from common.wire import decode, encode
-from transfer.channel import BlockIn, Frame, Pool
+from transfer.channel import HUNG_UP, BlockIn, Frame, Pool
 from transfer.segment import CannotMap, PoolSegment, map_to_read
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ShmSending:
             self._lost(door, f"refused: {message.reason}")
         else:
             self._lost(
-                door, "it hung up" if message is None else f"a {type(message).__name__} instead of an answer"
+                door, HUNG_UP if message is None else f"a {type(message).__name__} instead of an answer"
             )
 
     def _lost(self, door: _Door, why: str) -> None:

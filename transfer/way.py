@@ -21,7 +21,7 @@ import zmq.asyncio
 from common.counters import Counters
 from common.messages import Message, Offer, PeerAddress, Sender
 from common.request import Key
-from transfer.channel import SendingEnd
+from transfer.channel import HUNG_UP, SendingEnd
 from transfer.inbox import send
 from transfer.presence import Presence
 
@@ -129,7 +129,8 @@ class Way:
     def _failed(self, end: SendingEnd, why: str) -> None:
         self._counters.add("kv_channel_failures_total", channel=end.name)
         how = "is lost" if self._is_open else "cannot be had"
-        log.warning("%s to %s %s: %s", end.name, self.address.worker, how, why)
+        level = logging.INFO if self._is_open and why == HUNG_UP else logging.WARNING
+        log.log(level, "%s to %s %s: %s", end.name, self.address.worker, how, why)
         if self._is_open:  # most often its process ended, and nothing will ever be sent there again
             self._end, self._is_open, self._lost = None, False, f"{end.name} was lost: {why}"
         else:

@@ -152,6 +152,26 @@ def test_a_channel_that_is_lost_is_left_for_the_next_one() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("who", ["we", "the peer"])
+def test_who_leaves_in_order_is_nothing_to_warn_of(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def story() -> None:
+        async with ends("shm", "shm") as (giver, taker):
+            await arrives(giver, taker, "r")
+            if who == "we":
+                await giver.close()
+                return
+            shm = taker.links._receiving["shm"]
+            assert isinstance(shm, transfer.shm.ShmReceiving)
+            for guest in list(shm._guests):
+                shm._leave(guest)
+            await until(lambda: any("shm to decode-0 is lost" in line for line in caplog.messages))
+
+    run(story())
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
+
+
 def test_a_silent_while_costs_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sockets are made anew; the connection that carries the mapping says by itself that the peer lives."""
     monkeypatch.setattr("transfer.links.UNANSWERED_S", 0.1)
