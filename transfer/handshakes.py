@@ -2,6 +2,10 @@
 
 ZeroMQ tries for ever and says nothing. A worker with another key, or with none, would look as one whose coordinator
 is not up yet; so both sides say what they see, at once and then every SAY_EVERY_S, and count it.
+
+What nobody hears of: first bytes that are none of ZeroMQ's (HTTP, random ones, its protocol before 3). It hangs up at
+once and tells of the end of a connection only, as of any that ends; that none shook hands on it cannot be known, for
+the event of that names no connection. So it is not counted rather than guessed.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ ENDS_THE_CALLS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILE
 _COMPARE = "compare `kvferry keys show FILE` there and here"
 _ANOTHER = f"it may have another key, or none: {_COMPARE}"
 _NONE = "start this one with --curve-key, if the cluster has a key; else, is it a port of kvferry?"
+_OR_ELSE = "or something that speaks no kvferry"
 _HUNG_UP = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED)
 
 
@@ -63,9 +68,15 @@ def failure_of(event: int, value: int, *, keyed: bool, listens: bool) -> Failure
 
 def _without_key(keyed: bool, listens: bool) -> str:
     if listens and keyed:
-        return "a process without the cluster's key calls: start that one with --curve-key, the same file as here"
+        return (
+            f"a process without the cluster's key calls, {_OR_ELSE}: "
+            "if it is ours, start that one with --curve-key, the same file as here"
+        )
     if listens:
-        return "a process with a cluster's key calls, and we have none: start this one with --curve-key too"
+        return (
+            f"a process with a cluster's key calls, and we have none, {_OR_ELSE}: "
+            "if it is ours, start this one with --curve-key too"
+        )
     if keyed:
         return "no key is in use there: start that one with --curve-key, the same file as here"
     return "the cluster's key is asked for there, and we have none: start this one with --curve-key"

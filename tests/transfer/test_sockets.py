@@ -229,6 +229,23 @@ def test_each_kind_is_said_once_in_a_while_and_counted_every_time(caplog: pytest
     assert len(failures._said) <= 1000
 
 
+@pytest.mark.parametrize("key", [None, OURS])
+def test_bytes_that_pass_for_a_greeting_are_not_said_to_be_a_process_of_ours(
+    key: ClusterKey | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with two(key, None) as (a, _, refused, _):
+            port = bind(a.listening(zmq.ROUTER, LONGEST, "a"), HERE, "--x")
+            with socket.create_connection(("127.0.0.1", port)) as one:
+                one.sendall(b"\xff" * 64)
+                await until(lambda: refused.values)
+            assert refused.values == {'refused_handshakes_total{reason="no_key"}': 1.0}
+
+    run(story())
+    (said,) = caplog.messages
+    assert "or something that speaks no kvferry" in said
+
+
 def test_a_probe_of_a_port_is_nothing_to_write_of() -> None:
     for keyed in (True, False):
         probe = failure_of(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 32, keyed=keyed, listens=True)
