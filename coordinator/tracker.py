@@ -215,7 +215,7 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
         "workers": [
             {
                 "worker": worker,
-                "attempt": ended.attempt,
+                "attempt": str(ended.attempt),  # above 2^53, which readers that know only doubles would round
                 "outcome": ended.outcome,
                 "reason": ended.reason,
                 "seconds": _rounded(ended.durations_s),
@@ -231,12 +231,13 @@ def _timeline(t: Tracked, now: float) -> dict[str, Any]:
         "last_fault": t.last_fault,
         "tries": [
             {
-                "attempt": one.attempt,
+                "number": number,
+                "attempt": str(one.attempt),
                 "prefill_worker": one.prefill,
                 "decode_worker": one.decode,
                 "fault": one.fault,
             }
-            for one in t.tries
+            for number, one in enumerate(t.tries, t.attempts - len(t.tries) + 1)
         ],
     }
 

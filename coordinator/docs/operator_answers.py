@@ -95,8 +95,8 @@ class WorkerPart(Answer):
 
     worker: str
     """Its name."""
-    attempt: int
-    """In which attempt."""
+    attempt: str
+    """In which attempt, by its fencing number."""
     outcome: str
     """How its part ended."""
     reason: str
@@ -114,8 +114,10 @@ class WorkerPart(Answer):
 class Try(Answer):
     """One attempt at a request."""
 
-    attempt: int
-    """Which: rises with every dispatch."""
+    number: Count
+    """Which of this request's attempts: 1 for the first."""
+    attempt: str
+    """Its fencing number, of 64 bits: rises with every dispatch of any request."""
     prefill_worker: str | None
     """Who was to make its KV; null where its decode worker was to."""
     decode_worker: str | None

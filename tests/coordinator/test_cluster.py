@@ -81,6 +81,9 @@ def test_story_of_a_request() -> None:
     told = {k: timeline[k] for k in ("phase", "attempts", "prompt_tokens", "output_tokens")}
     assert told == {"phase": "finished", "attempts": 1, "prompt_tokens": 20, "output_tokens": 5}
     assert (timeline["blocks"], timeline["transferred_bytes"], timeline["cached_tokens"]) == (2, 200, 16)
+    first = {"number": 1, "attempt": str(key[1]), "prefill_worker": "p0", "decode_worker": "d0", "fault": ""}
+    assert timeline["tries"] == [first], "the fencing number is above 2^53: no number for readers of JSON"
+    assert {part["attempt"] for part in timeline["workers"]} == {str(key[1])}
     assert bench.told == [(prefill, bench.told[0][1])], "one command was enough"
     bench.check_settled()
 
