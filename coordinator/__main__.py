@@ -1,21 +1,24 @@
-"""`python -m coordinator`, the same as `kvferry coordinator`: settings, the watch on the launcher, the service."""
+"""`python -m coordinator`, the same as `kvferry coordinator`: settings, the watch on the launcher, the service.
+
+Imports stand where they are needed: the service's take seconds, and a bad flag is to be said before, a signal heard
+meanwhile.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from common.config import parse_coordinator
-from common.errors import StartupError
-from common.leaving import leave
-from common.parent_watch import end_with_parent
-from common.paths import require_own_folders
-from coordinator.model_folder import resolve_model
-from coordinator.service import run
-from transfer.cluster_key import key_of
+from common.leaving import leave, leave_when_told
 
 
 def main() -> int:
+    leave_when_told("kvferry coordinator")
+    from common.config import parse_coordinator
+    from common.errors import StartupError
+    from common.parent_watch import end_with_parent
+    from common.paths import require_own_folders
+
     try:
         settings = parse_coordinator(sys.argv[1:], os.environ)
         end_with_parent(settings.parent_fd)
@@ -39,6 +42,10 @@ def main() -> int:
                 f"WARNING: these keys of [tiers] have no effect in this release: {', '.join(idle)}",
                 file=sys.stderr,
             )
+        from coordinator.model_folder import resolve_model
+        from coordinator.service import run
+        from transfer.cluster_key import key_of
+
         key = key_of(settings.curve_key)
         return run(settings.model_copy(update={"model": resolve_model(settings.model)}), key)
     except StartupError as error:

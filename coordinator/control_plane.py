@@ -111,17 +111,19 @@ class ControlPlane:
         port = bind(self._tokens, where, "--tokens-port")
         return str(replace(where, port=port).told())
 
-    def start(self, control: Endpoint) -> None:
-        """Binds the control ROUTER and begins to listen. Raises CannotBind."""
-        bind(self._control, control, "--control")
+    def start(self, control: Endpoint) -> str:
+        """Binds the control ROUTER and begins to listen; its endpoint. Raises CannotBind."""
+        port = bind(self._control, control, "--control")
         self._tasks = [
             asyncio.create_task(self._read_control()),
             asyncio.create_task(self._read_tokens()),
         ]
+        return str(replace(control, port=port))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses what comes, waits for what runs, and ends the rest with an error."""
         self._cluster.draining = True
+        log.info("draining; requests under way: %d, %.1f s at most for them", len(self._streams), timeout_s)
         self._note_idle()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)

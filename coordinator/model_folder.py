@@ -62,7 +62,7 @@ def _default_model() -> str:
     """Its progress goes to our stderr, the folder comes on its stdout."""
     command = [sys.executable, "-P", "-m", "kernels.default_model"]
     with (
-        _sigterm_interrupts(),
+        _signals_interrupt(),
         subprocess.Popen(
             command, stdout=subprocess.PIPE, env=child_environment(os.environ), text=True
         ) as maker,
@@ -77,10 +77,12 @@ def _default_model() -> str:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C in here, so that the fetching child is ended with us."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and Ctrl-C unwind in here, so that the fetching child is ended with us."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

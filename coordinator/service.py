@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from common.config import CoordinatorSettings
-from common.endpoints import parse_endpoint
+from common.endpoints import Endpoint, parse_endpoint
 from common.logs import set_up_logging
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
@@ -88,8 +88,9 @@ async def _serve(
         key=key,
     )
     control = parse_endpoint(settings.control)
-    plane.start(control)
-    registry.set_front(FRONT, plane.bind_tokens(replace(control, port=settings.tokens_port)))
+    control_at = plane.start(control)
+    tokens_at = plane.bind_tokens(replace(control, port=settings.tokens_port))
+    registry.set_front(FRONT, tokens_at)
     app = create_app(
         plane,
         tokenizer,
@@ -106,6 +107,9 @@ async def _serve(
     )
     server = make_server(app, limits, lambda reason: metrics.connections_closed.labels(reason).inc(), tls)
     setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 - signals are ours, below
+    http_at = Endpoint(settings.host.strip("[]"), listener.getsockname()[1]).address
+    scheme = "http" if tls is None else "https"
+    log.info("serves %s://%s; workers come to %s, their tokens to %s", scheme, http_at, control_at, tokens_at)
     await _until_stopped(server, plane, listener, settings.shutdown_timeout)
 
 

@@ -159,14 +159,19 @@ class WorkerLoop:
         self._asked_to_stop.set()
         self._changed.set()
 
+    def _time_left_s(self) -> float:
+        return max(0.0, self._drain_until - time.monotonic())
+
     async def _drain(self) -> None:
         """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
         self._node.draining = True
         for message, sender in self._gate.let_all_go():
             self._hand(message, sender)
         self._send_heartbeat()
+        left = len(self._node.live_keys())
+        log.info("draining; requests under way: %d, %.1f s at most for them", left, self._time_left_s())
         while not self._node.idle and not self._stop_at_once:
-            left_s = self._drain_until - time.monotonic()
+            left_s = self._time_left_s()
             if left_s <= 0:
                 break
             self._changed.clear()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.paths import child_environment, project_root, require_own_folders
@@ -91,3 +94,50 @@ def test_somebody_elses_package_of_our_name_is_noticed(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert "BadConfiguration" in ended.stderr
     assert "in a Python environment of its own" in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["prefill", "decode"])
+def test_a_bad_flag_is_said_before_torch_is_read(command: str) -> None:
+    """It took five to nine seconds, most of them torch's."""
+    environ = child_environment(os.environ) | {"PYTHONPROFILEIMPORTTIME": "1"}
+    argv = [sys.executable, "-P", "-m", f"{command}_node", "--dtyp", "float32"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environ)
+    assert ended.returncode == 2 and "did you mean --dtype?" in ended.stderr
+    imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if "|" in line}
+    assert "common.config" in imported and not imported & {"torch", "zmq", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["prefill_node", "decode_node", "coordinator", "coordinator.cli"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_told_to_leave_while_starting_leaves_cleanly(module: str, number: signal.Signals) -> None:
+    """As early as its first import of weight: it ended by the signal, without a word."""
+    environ = child_environment(os.environ) | {"PYTHONPROFILEIMPORTTIME": "1"}
+    argv = [sys.executable, "-P", "-m", module, *(["serve"] if module == "coordinator.cli" else [])]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environ) as starting:
+        assert starting.stderr is not None
+        try:
+            assert any("pydantic" in line for line in starting.stderr), "it began to import"
+            starting.send_signal(number)
+            said = starting.stderr.read()
+            assert starting.wait(timeout=30) == 0
+        finally:
+            starting.kill()
+    assert f"{number.name} while starting: leaving" in said
+
+
+def test_a_coordinator_says_where_it_is_and_that_it_drains(smollm2_dir: Path) -> None:
+    argv = ["--model", str(smollm2_dir), "--port", "0", "--control", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-P", "-m", "coordinator", *argv]
+    environ = child_environment(os.environ)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as coordinator:
+        assert coordinator.stderr is not None
+        try:
+            where = next(line for line in coordinator.stderr if "serves" in line)
+            url, control, tokens = re.findall(r"(?:http|tcp)://127\.0\.0\.1:\d+", where)
+            assert url.startswith("http") and len({url, control, tokens}) == 3
+            assert httpx.get(url + "/health", trust_env=False, timeout=20).status_code == 503
+            coordinator.send_signal(signal.SIGTERM)
+            assert "draining; requests under way: 0" in coordinator.stderr.read()
+            assert coordinator.wait(timeout=30) == 0
+        finally:
+            coordinator.kill()

@@ -41,7 +41,11 @@ async def failure(stream: MailboxStream) -> KvferryError:
     return failed.value
 
 
-def test_BR_142_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one() -> None:
+def test_BR_142_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
     async def scene() -> list[KvferryError]:
         service = plane()
         try:
@@ -58,6 +62,7 @@ def test_BR_142_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_on
     for error in asyncio.run(scene()):
         assert (error.status, error.code) == (503, "shutting_down")
         assert error.message == "The service is shutting down."
+    assert "draining; requests under way: 1" in caplog.text
 
 
 def test_without_a_worker() -> None:

@@ -128,8 +128,9 @@ class Scene:
         return took_s
 
 
-def test_a_drain_lets_what_runs_end_and_takes_nothing_new() -> None:
+def test_a_drain_lets_what_runs_end_and_takes_nothing_new(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
+    caplog.set_level("INFO")
 
     async def act() -> None:
         key = scene.give("a", 200)
@@ -146,6 +147,7 @@ def test_a_drain_lets_what_runs_end_and_takes_nothing_new() -> None:
     scene.play(act)
     assert scene.ends() == {(RequestId("a"), Attempt(1)): ("finished", True)}
     assert scene.pool.held == 0
+    assert "draining; requests under way: 1" in caplog.text
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.1])
