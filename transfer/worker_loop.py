@@ -108,7 +108,8 @@ class WorkerLoop:
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._cache = cache
         self._links = links
-        links.computing = lambda: self._step_started is not None
+        on_cpu = card.device == "cpu"  # a step on a device leaves the cores to us
+        links.computing = lambda: on_cpu and self._step_started is not None
         self._card = card
         self._shutdown_timeout_s = shutdown_timeout_s
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
