@@ -108,8 +108,7 @@ class WorkerLoop:
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._cache = cache
         self._links = links
-        on_cpu = card.device == "cpu"  # a step on a device leaves the cores to us
-        links.computing = lambda: on_cpu and self._step_started is not None
+        links.computing = self._step_wants_our_cores
         self._card = card
         self._shutdown_timeout_s = shutdown_timeout_s
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -247,6 +246,10 @@ class WorkerLoop:
             case _:
                 self._take(message, WorkerId(sender.name))
         self._turn()
+
+    def _step_wants_our_cores(self) -> bool:
+        """One on a device leaves them to us."""
+        return self._step_started is not None and self._card.device == "cpu"
 
     def _say_limit(self, tokens: int) -> None:
         log.info("registered; longest prompt and answer together: %d tokens", tokens)
