@@ -21,7 +21,7 @@ SOAK ?= 600
 ONLY ?=
 # virtual or real: one of the two tables of `make chaos`.
 WORLD ?=
-TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
+TESTS_ALONE := tests/e2e tests/coordinator/test_serve.py tests/bench/test_virtual_speed.py
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -56,9 +56,9 @@ ifneq ($(PYTEST_ARGS),)
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 else
 	@echo '== tests that compute, two at a time'
-	@$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(TESTS_OF_SERVICES)) tests
-	@echo '== tests of whole services, which want the cores for themselves'
-	@$(RUN) -m pytest $(TESTS_OF_SERVICES)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(TESTS_ALONE)) tests
+	@echo '== tests of whole services and of speed, which want the cores for themselves'
+	@$(RUN) -m pytest $(TESTS_ALONE)
 endif
 
 machines: $(VENV)/.ready-to-test

@@ -215,7 +215,8 @@ def test_the_timeline_of_a_request_that_moved() -> None:
     check_times(found, answer.stamps[-1] - answer.submitted)
     first, second = found["tries"]
     assert first == {
-        "attempt": second["attempt"] - 1,
+        "number": 1,
+        "attempt": str(int(second["attempt"]) - 1),
         "prefill_worker": "prefill-0",
         "decode_worker": victim,
         "fault": f"{victim} died",
