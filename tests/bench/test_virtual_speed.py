@@ -11,8 +11,8 @@ from common.request import Request, RequestId, SamplingParams, pack_ids
 
 
 def test_hundred_thousand_tokens_per_second() -> None:
-    """Issue 2, point 7. Processor seconds of this process, the best of up to twenty: neighbours slow it too. Without the
-    garbage collector: what that costs depends on what else the test process holds."""
+    """Issue 2, point 7. Processor seconds of this process, the best of up to twenty: neighbours slow it too. Without
+    the garbage collector: what that costs depends on what else the test process holds."""
     shape = Shape(num_blocks=16_384, max_num_seqs=256, max_num_batched_tokens=2048)
     rates = []
     for _ in range(20):
