@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 WARM_UP_SHARE = 0.3  # of a life: caches fill, pools are touched
-MIN_SAMPLES = 60
+MIN_SAMPLES = 150  # one a second: after two minutes, pools still being touched passed for 135 MB an hour
 T_95 = 2.0  # of Student's t, two-sided, from about twenty samples on
 
 

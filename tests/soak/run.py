@@ -2,7 +2,8 @@
 
     python -m tests.soak.run [seconds] [--plot soak.png]
 
-Every KILL_EVERY_S a random worker, now and then the coordinator, is killed. Passes when ten fixed greedy prompts had
+Every KILL_EVERY_S a random worker, now and then the coordinator, is killed; in the second half some are spared, so that
+there are lives long enough to judge. Passes when ten fixed greedy prompts had
 the same answers throughout, nothing failed but what a dead coordinator had, nobody waits in the end, no long life of a
 process (a minute and a half; there must be one) grew by more than the limits below, and everything is idle. With
 matplotlib installed it also draws the samples.
@@ -36,6 +37,7 @@ from tests.soak.load import CLIENTS, Load
 KILL_EVERY_S = 20.0
 COORDINATOR_EVERY = 6  # kills
 AWAY_S = 15.0  # what a killed coordinator may cost
+SPARED = ("prefill-0", "decode-0")  # in the second half, and the coordinator: a slope needs a life of minutes
 SAMPLE_S = 1.0
 LAST_ANSWERS_S = 60.0
 MAX_BYTES_PER_HOUR = 64 << 20  # a slope that is surely above this fails
@@ -48,6 +50,7 @@ class Soak:
         self._service = service
         self._load = load
         self._ends = time.monotonic() + seconds
+        self._spares_from = time.monotonic() + seconds / 2
         self._random = Random(4)
         self._excused_until = 0.0
         self.kills = 0
@@ -105,12 +108,13 @@ class Soak:
     def _kill(self) -> None:
         self.kills += 1
         workers = self._workers()
-        if self.kills % COORDINATOR_EVERY == 0:
+        spares = time.monotonic() > self._spares_from
+        if self.kills % COORDINATOR_EVERY == 0 and not spares:
             victims = [pid for pid in self._service.descendants() if "coordinator" in _command(pid)]
             self._load.excused = True
             self._excused_until = time.monotonic() + AWAY_S
         else:
-            victims = list(workers)
+            victims = [pid for pid, name in workers.items() if not spares or name not in SPARED]
         if victims:
             os.kill(self._random.choice(victims), signal.SIGKILL)
 

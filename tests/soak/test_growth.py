@@ -22,7 +22,7 @@ def test_a_straight_line_is_found_exactly() -> None:
 def test_a_leak_shows_through_noise_and_a_flat_life_does_not() -> None:
     random = Random(3)
     flat, leaking = Life("flat", 1), Life("leaking", 2)
-    for second in range(200):
+    for second in range(400):
         warming = 1000.0 * min(second, 40)
         for life, per_s in ((flat, 0.0), (leaking, 20.0)):
             life.at_s.append(float(second))
@@ -38,12 +38,12 @@ def test_a_soak_that_shows_nothing_does_not_pass() -> None:
     soak = Soak(cast(Service, None), load, 0.0)
     assert len(verdict(soak, load)) == 2, "no life was long, nothing was asked"
     steady = Life("decode-0", 1)
-    for second in range(100):
+    for second in range(300):
         steady.at_s.append(float(second))
         for values in (steady.anonymous_bytes, steady.descriptors, steady.threads):
             values.append(9.0)
     soak.lives[1] = steady
     load.counted["fixed"] = 10
     assert verdict(soak, load) == []
-    steady.descriptors[:] = [second / 10 for second in range(100)]
+    steady.descriptors[:] = [second / 10 for second in range(300)]
     assert "gains 360 descriptors per hour" in verdict(soak, load)[0]
