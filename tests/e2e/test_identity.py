@@ -35,7 +35,7 @@ def ask_all(service: Service, text_ids: list[int]) -> list[dict[str, Any]]:
 
 
 def moved_over(service: Service) -> list[str]:
-    return [name for name in ("shm", "tcp") if service.metric("kv_transfer_bytes_total", channel=name)]
+    return [name for name in ("shm", "tcp") if service.counted("kv_transfer_bytes_total", channel=name)]
 
 
 @pytest.mark.parametrize("dtype", BUILDS)
