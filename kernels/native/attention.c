@@ -8,17 +8,18 @@
 #include <Python.h>
 
 #include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-#define ITEM_BYTES(dtype) ((dtype) == FLOAT32 ? 4 : 2)
+#include "linear_module.h"
+#include "pool.h"
+#include "scalar.h"
+
 #define ROWS_PER_TILE 8 /* (query, head) pairs of one work item; ROWS of kernels.h */
 
 typedef struct {
@@ -60,30 +61,6 @@ typedef struct {
     void (*silu)(const norm_args *, float *, float *);
     void (*rope)(const rope_args *, float *);
 } kernel_table;
-
-#define ALWAYS static inline __attribute__((always_inline))
-ALWAYS float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-ALWAYS uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-ALWAYS float from_bfloat16(uint16_t x) { return from_bits((uint32_t)x << 16); }
-ALWAYS uint16_t to_bfloat16(float x) { /* to nearest, ties to even */
-    const uint32_t bits = to_bits(x);
-    const uint32_t nearest = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
-}
-ALWAYS float from_float16(uint16_t x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
-ALWAYS uint16_t to_float16(float x) { _Float16 h = (_Float16)x; uint16_t r; memcpy(&r, &h, 2); return r; }
-ALWAYS float read_one(const char *p, int dtype) {
-    if (dtype == FLOAT32) return *(const float *)p;
-    return dtype == BFLOAT16 ? from_bfloat16(*(const uint16_t *)p) : from_float16(*(const uint16_t *)p);
-}
-ALWAYS void write_one(char *p, float x, int dtype) {
-    if (dtype == FLOAT32) *(float *)p = x;
-    else *(uint16_t *)p = dtype == BFLOAT16 ? to_bfloat16(x) : to_float16(x);
-}
-ALWAYS float rounded(float x, int dtype) {
-    if (dtype == FLOAT32) return x;
-    return dtype == BFLOAT16 ? from_bfloat16(to_bfloat16(x)) : from_float16(to_float16(x));
-}
 
 #if defined(__x86_64__) && !defined(__clang__)
 #pragma GCC push_options
@@ -132,70 +109,15 @@ static int use_variant(const char *name) {
     return 0;
 }
 
-/* ---- threads: a pool that sleeps between calls; work items are handed out by a counter -------------------- */
+typedef struct {
+    const attention_args *args;
+    float *scratch; /* ROWS_PER_TILE rows for each thread */
+} attention_job;
 
-#define MAX_THREADS 64
-static pthread_mutex_t call_lock = PTHREAD_MUTEX_INITIALIZER; /* one parallel call at a time */
-static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
-static int pool_size, wanted, busy;
-static unsigned long generation;
-static const attention_args *job;
-static long job_items;
-static float *job_scratch;
-static atomic_long next_item;
-
-static void work(int member) {
-    float *scratch = job_scratch + (long)member * ROWS_PER_TILE * job->scratch_stride;
-    for (long item; (item = atomic_fetch_add(&next_item, 1)) < job_items;) kernels->attention_item(job, item, scratch);
-}
-
-static void *pool_member(void *number) {
-    const int member = (int)(intptr_t)number;
-    unsigned long last = 0;
-    pthread_mutex_lock(&pool_lock);
-    for (;;) {
-        while (generation == last || member > wanted) {
-            last = generation;
-            pthread_cond_wait(&wake, &pool_lock);
-        }
-        last = generation;
-        pthread_mutex_unlock(&pool_lock);
-        work(member);
-        pthread_mutex_lock(&pool_lock);
-        if (--busy == 0) pthread_cond_signal(&done);
-    }
-    return NULL;
-}
-
-/* Runs all items on the calling thread and up to `threads` - 1 pool members. */
-static void run_items(const attention_args *a, long items, int threads, float *scratch) {
-    pthread_mutex_lock(&call_lock);
-    job = a;
-    job_items = items;
-    job_scratch = scratch;
-    atomic_store(&next_item, 0);
-    if (threads > 1) {
-        pthread_mutex_lock(&pool_lock);
-        while (pool_size < threads - 1) {
-            pthread_t thread;
-            if (pthread_create(&thread, NULL, pool_member, (void *)(intptr_t)(pool_size + 1))) break;
-            pthread_detach(thread);
-            pool_size++;
-        }
-        wanted = threads - 1 < pool_size ? threads - 1 : pool_size;
-        busy = wanted;
-        generation++;
-        pthread_cond_broadcast(&wake);
-        pthread_mutex_unlock(&pool_lock);
-    }
-    work(0);
-    if (threads > 1) {
-        pthread_mutex_lock(&pool_lock);
-        while (busy) pthread_cond_wait(&done, &pool_lock);
-        pthread_mutex_unlock(&pool_lock);
-    }
-    pthread_mutex_unlock(&call_lock);
+static void attention_items(const void *job, long first, long last, int member) {
+    const attention_job *j = job;
+    float *scratch = j->scratch + (long)member * ROWS_PER_TILE * j->args->scratch_stride;
+    for (long item = first; item < last; item++) kernels->attention_item(j->args, item, scratch);
 }
 
 /* ---- Python ------------------------------------------------------------------------------------------------ */
@@ -239,7 +161,8 @@ static PyObject *py_attention(PyObject *self, PyObject *args) {
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    run_items(&a, first_item[a.rows], threads, scratch);
+    const attention_job job = {&a, scratch};
+    run_parallel(attention_items, &job, first_item[a.rows], threads);
     Py_END_ALLOW_THREADS
     free(scratch);
     free(first_item);
@@ -317,5 +240,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     __builtin_cpu_init();
 #endif
     if (!use_variant("avx512")) use_variant("avx2");
-    return PyModule_Create(&module);
+    PyObject *created = PyModule_Create(&module);
+    if (created && add_linear(created) < 0) Py_CLEAR(created);
+    return created;
 }
