@@ -10,6 +10,7 @@ from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.messages import PeerAddress, Register, Role, Sender
 from common.request import Incarnation, WorkerId
+from decode_node.forming import RequestLevel
 from decode_node.worker import DecodeWorker
 from prefill_node.worker import PrefillWorker
 from transfer.receiver import TransferReceiver
@@ -34,13 +35,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One worker's size."""
+    """One worker's size, and how its batches form: `batch_timeout_s` makes it one of whole batches."""
 
     num_blocks: int = 256
     block_size: int = 16
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 256
     prefix_caching: bool = True
+    batch_timeout_s: float | None = None
 
 
 class VirtualWorker:
@@ -79,8 +81,13 @@ class VirtualWorker:
             )
         else:
             self.transfers = TransferReceiver(block_bytes=BLOCK_BYTES)
+            timeout_s = shape.batch_timeout_s
             self.node = DecodeWorker(
-                self.core, self.transfers, fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES
+                self.core,
+                self.transfers,
+                fingerprint=FINGERPRINT,
+                block_bytes=BLOCK_BYTES,
+                forming=None if timeout_s is None else RequestLevel(shape.max_num_seqs, timeout_s),
             )
 
     @property
@@ -109,6 +116,7 @@ class VirtualWorker:
             pid=0,
             host="virtual",
             versions={},
+            whole_batches=shape.batch_timeout_s is not None,
         )
 
     def compute(self, batch: Batch) -> Sequence[RowResult]:

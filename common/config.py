@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from common.endpoints import Endpoint, is_loopback, parse_address, parse_endpoint
+from common.errors import BadConfiguration
 from common.flags import flag, parse, visible_fields
 from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
 
@@ -36,6 +37,8 @@ KEY_WANTED = (
     "FILE`, bring it to every machine, and give each process --curve-key FILE"
 )
 LAST_PAIR_OF_PORTS = 65534
+
+NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
 TIER_KEYS_WITHOUT_EFFECT = {"ttft_ms", "itl_ms", "weight", "max_queue"}
 
@@ -94,6 +97,20 @@ class EngineSettings(ProcessSettings):
     max_num_batched_tokens: int = flag(
         512, "tokens of one step: a longer prompt is computed in chunks of this", "engine", ge=1
     )
+    batching: Literal["continuous", "dynamic"] = flag(
+        "continuous",
+        "continuous: requests join and leave between steps; dynamic: request-level batches, a baseline for the bench: "
+        "one runs until all of it has ended, then the next is formed. Collocated only",
+        "scheduling",
+    )
+    batch_timeout_ms: float | None = flag(
+        None,
+        "how long --batching dynamic waits for a full batch (absent: 50); 0: static batching, which always does",
+        "scheduling",
+        ge=0,
+        le=30_000,
+        metavar="MS",
+    )
     block_size: int = flag(16, "tokens in one KV block", "cache", ge=1, le=1024)
     num_kv_blocks: int | None = flag(
         None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
@@ -122,6 +139,16 @@ class EngineSettings(ProcessSettings):
         if self.transfer == "nccl":
             raise ValueError("--transfer nccl is not in this release: use auto, shm or tcp")
         return self
+
+    @model_validator(mode="after")
+    def _timeout_of_batches(self) -> Self:
+        if self.batch_timeout_ms is not None and self.batching == "continuous":
+            raise ValueError("--batch-timeout-ms is of --batching dynamic, and batching is continuous")
+        return self
+
+    @property
+    def batch_timeout_s(self) -> float:
+        return (50.0 if self.batch_timeout_ms is None else self.batch_timeout_ms) / 1e3
 
 
 class WorkerSettings(EngineSettings):
@@ -279,9 +306,11 @@ class ServeSettings(CoordinatorSettings, EngineSettings):
     decode: int = flag(1, "decode workers", "pools", ge=1, le=64, metavar="M")
 
     @model_validator(mode="after")
-    def _collocated_has_no_prefill(self) -> Self:
+    def _what_needs_no_prefill(self) -> Self:
         if self.collocated and self.prefill:
             raise ValueError(f"collocated = true contradicts {self.prefill} prefill workers: set prefill = 0")
+        if self.batching == "dynamic" and self.prefill:
+            raise ValueError(f"--batching dynamic {NEEDS_COLLOCATED}: say --prefill 0")
         return self
 
     @model_validator(mode="after")
@@ -324,13 +353,13 @@ def parse_worker(argv: Sequence[str], role: WorkerRole) -> WorkerSettings:
         "prefill": "computes prompts and ships their KV blocks",
         "decode": "decodes tokens in a running batch",
     }
-    return parse(
-        WorkerSettings,
-        argv,
-        prog=f"kvferry {role}",
-        description=f"One {role} worker: {does[role]}.",
-        file_keys=FILE_KEYS,
+    description = f"One {role} worker: {does[role]}."
+    settings = parse(
+        WorkerSettings, argv, prog=f"kvferry {role}", description=description, file_keys=FILE_KEYS
     )
+    if role == "prefill" and settings.batching == "dynamic":
+        raise BadConfiguration(f"--batching dynamic {NEEDS_COLLOCATED}: not with prefill workers")
+    return settings
 
 
 def parse_coordinator(argv: Sequence[str], environ: Mapping[str, str]) -> CoordinatorSettings:

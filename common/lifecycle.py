@@ -117,11 +117,11 @@ class Life:
     A move that the table does not hold raises `IllegalMove` and changes nothing.
     """
 
-    __slots__ = ("_durations_s", "_since", "phase")
+    __slots__ = ("_durations_s", "phase", "since")
 
     def __init__(self, phase: Phase, now: float) -> None:
         self.phase = phase
-        self._since = now
+        self.since = now  # its last move
         self._durations_s: dict[Phase, float] = {}
 
     def move(self, to: Phase, now: float) -> None:
@@ -129,7 +129,7 @@ class Life:
             raise IllegalMove(f"a request cannot go from {self.phase} to {to}")
         self._durations_s[self.phase] = self.seconds_in(self.phase, now)
         self.phase = to
-        self._since = now
+        self.since = now
 
     def go(self, to: Phase, now: float) -> None:
         """As `move`, by what lies between where this view has missed it. Nothing where no way leads there."""
@@ -139,7 +139,7 @@ class Life:
     def seconds_in(self, phase: Phase, now: float) -> float:
         """Seconds spent in `phase` so far, all visits together."""
         before = self._durations_s.get(phase, 0.0)
-        return before + max(0.0, now - self._since) if phase is self.phase else before
+        return before + max(0.0, now - self.since) if phase is self.phase else before
 
     def durations_s(self, now: float) -> dict[str, float]:
         """Phase name to seconds, for the phases left and the present one unless it is an end."""

@@ -76,6 +76,7 @@ class Register(Message):
     pid: Count
     host: Word
     versions: Annotated[dict[Word, Word], FEW]
+    whole_batches: bool = False  # it starts batches as a whole, so it must be given one before it starts any
     process_space: Word = ""  # where `pid` means this process (common/process_space.py)
 
 

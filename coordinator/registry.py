@@ -163,6 +163,8 @@ class Registry:
         if self._vocab_size is not None and theirs.get("vocab_size") != self._vocab_size:
             return RegistrationRefused("vocab_size", str(self._vocab_size), str(theirs.get("vocab_size")))
         for other in others:
+            if other.role != card.role and (other.card.whole_batches or card.whole_batches):
+                return RegistrationRefused("batching", _batching(other.card), _batching(card))
             if other.role != card.role and not set(other.card.channels) & set(card.channels):
                 return RegistrationRefused(
                     "transfer", " or ".join(other.card.channels), " or ".join(card.channels)
@@ -256,6 +258,10 @@ class Registry:
         lost = [w for w in self._workers.values() if w.lost]
         for worker in lost[: max(0, len(self._workers) - self._max_workers)]:
             del self._workers[worker.id]
+
+
+def _batching(card: Register) -> str:
+    return f"{'dynamic' if card.whole_batches else 'continuous'} ({card.role})"
 
 
 def _row(worker: Worker) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A prefill worker is given about two steps of prompt tokens ahead and no more, so that order, aborts and deaths
 cost little; a decode worker as many requests as its batch holds and as many blocks as they need now, plus one
-each to grow into. What is in flight is counted here by dispatch and end, not by heartbeats, which lag.
+each to grow into. One that starts whole batches is given a whole one ahead. What is in flight is counted here by
+dispatch and end, not by heartbeats, which lag.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Router:
         return len(self._decode.get(worker, _NOTHING).by_request)
 
     def _may_prefill(self, worker: Worker, tokens: int) -> bool:
+        if worker.card.whole_batches:  # what its batch holds is all that limits it
+            return True
         ahead = self.tokens_ahead(worker.id)
         return ahead == 0 or ahead + tokens <= STEPS_AHEAD * worker.card.max_num_batched_tokens
 

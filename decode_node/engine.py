@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from common.batching import BatchingCore
 from common.config import WorkerSettings
-from decode_node.worker import DecodeWorker
+from decode_node.forming import Continuous, Forming, RequestLevel
+from decode_node.worker import MAX_WAITING, DecodeWorker
 from kernels.loading import load_for_worker
 from transfer.receiver import TransferReceiver
 from transfer.worker_process import run_worker
@@ -12,9 +15,15 @@ from transfer.worker_process import run_worker
 
 def run(settings: WorkerSettings) -> int:
     """Serves until SIGTERM; the exit code. Raises StartupError."""
-    return run_worker(settings, "decode", load_for_worker, _make_worker)
+    return run_worker(settings, "decode", load_for_worker, partial(_make_worker, _forming(settings)))
 
 
-def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> DecodeWorker:
+def _forming(settings: WorkerSettings) -> Forming:
+    if settings.batching == "continuous":
+        return Continuous()
+    return RequestLevel(min(settings.max_num_seqs, MAX_WAITING), settings.batch_timeout_s)
+
+
+def _make_worker(forming: Forming, core: BatchingCore, fingerprint: str, block_bytes: int) -> DecodeWorker:
     receiver = TransferReceiver(block_bytes=block_bytes)
-    return DecodeWorker(core, receiver, fingerprint=fingerprint, block_bytes=block_bytes)
+    return DecodeWorker(core, receiver, fingerprint=fingerprint, block_bytes=block_bytes, forming=forming)

@@ -7,7 +7,7 @@ between steps. The rules, in the order in which `schedule` applies them:
    that was accepted but not delivered is revoked (the prefill worker still has every block, nothing is lost),
    then the last sequence by (class, arrival) is preempted: its blocks go, its tokens stay.
 2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
-   then local prefills start; each reserves its blocks whole or waits.
+   then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits.
 3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, but
    at least MIN_CHUNK so that a full batch cannot starve them.
 
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from common.batching import Batch, BatchingCore, RowResult, Sequence, finish_reason
 from common.lifecycle import Phase
 from common.request import Attempt, Key, Request, TokenLogprobs
+from decode_node.forming import Continuous, Forming
 
 MIN_CHUNK = 16
 MAX_PASSES = 32
@@ -62,8 +63,9 @@ def _by_order(seq: Sequence) -> tuple[int, int]:
 
 
 class DecodeScheduler:
-    def __init__(self, core: BatchingCore) -> None:
+    def __init__(self, core: BatchingCore, forming: Forming | None = None) -> None:
         self._core = core
+        self._forming = forming or Continuous()
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
         self._ready: list[Sequence] = []
@@ -73,6 +75,7 @@ class DecodeScheduler:
         self._decoding: list[Sequence] = []
         self._passed_over: dict[Key, _PassedOver] = {}
         self._local_passes = 0  # transfers accepted since the first local prefill found no room
+        self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
         # What the last `schedule` did that others must hear of; the caller clears them.
         self.revoked: list[Key] = []  # reservations given up
         self.put_out: list[Sequence] = []  # preempted
@@ -196,11 +199,16 @@ class DecodeScheduler:
         self._grow(now)
         self._join_delivered(now)
         self._start(self._preempted, now)
-        if not self._preempted:
+        if not self._preempted and self._may_start(now):
             self._start(self._waiting, now)
         self._core.add_decode_rows(self._decoding)
         self._add_chunks(max(self._core.max_num_batched_tokens - len(self._decoding), MIN_CHUNK))
         return self._core.take_batch()
+
+    def _may_start(self, now: float) -> bool:
+        opens_at = self._forming.opens_at(self._waiting, len(self._seqs) - len(self._waiting))
+        self.opens_at = None if opens_at is None or opens_at <= now else opens_at
+        return opens_at is not None and opens_at <= now
 
     def _grow(self, now: float) -> None:
         block_size = self._core.block_size

@@ -44,9 +44,11 @@ from common.messages import (
 )
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, Request, WorkerId, unpack_ids
+from decode_node.forming import Forming
 from decode_node.scheduler import DecodeScheduler
 from transfer.receiver import Ready, TransferReceiver
 
+MAX_WAITING = 256
 _FULL_RETRY_S = 0.1
 
 
@@ -60,10 +62,11 @@ class DecodeWorker:
         *,
         fingerprint: str,
         block_bytes: int,
-        max_waiting: int = 256,
+        max_waiting: int = MAX_WAITING,
+        forming: Forming | None = None,
     ) -> None:
         self._core = core
-        self._scheduler = DecodeScheduler(core)
+        self._scheduler = DecodeScheduler(core, forming)
         self._receiver = receiver
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
@@ -314,7 +317,8 @@ class DecodeWorker:
         return pending + effects + said + self._receiver.flush() + self.records.outbox.flush()
 
     def next_deadline(self) -> float | None:
-        return self._receiver.next_deadline()
+        deadlines = (self._receiver.next_deadline(), self._scheduler.opens_at)
+        return min((time for time in deadlines if time is not None), default=None)
 
     def heartbeat(self, progress_age_s: float) -> Heartbeat:
         return self.records.heartbeat(

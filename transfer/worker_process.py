@@ -293,6 +293,7 @@ def _card(
         pid=os.getpid(),
         host=socket.gethostname(),
         versions={"kvferry": VERSION, "python": platform.python_version(), "torch": _version("torch")},
+        whole_batches=settings.batching == "dynamic",
         process_space=process_space(),
     )
 

@@ -122,6 +122,15 @@ def test_collocated(seed: int, shape: Shape | None) -> None:
     run.check()
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("batch_timeout_s", [0.0, 0.05])
+def test_request_level_batches(seed: int, batch_timeout_s: float) -> None:
+    """Losses, clients that leave, and last batches that do not become full."""
+    run = Run(seed, shape=Shape(max_num_seqs=8, batch_timeout_s=batch_timeout_s), prefill=0)
+    run.to_the_end()
+    run.check()
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("prefill", [2, 0])
 def test_log_probabilities_of_prompts_come_whole(prefill: int, seed: int) -> None:

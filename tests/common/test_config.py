@@ -300,6 +300,20 @@ def test_control_leaves_loopback_with_a_key_only_and_may_pick_its_port(tmp_path:
     assert "name one address" in refusal("--control", "tcp://0.0.0.0:5000", "--curve-key", "k")
 
 
+def test_whole_batches_are_for_collocated_service(tmp_path: Path) -> None:
+    assert serve().batching == "continuous"
+    settings = serve("--prefill", "0", "--batching", "dynamic")
+    assert settings.batch_timeout_s == 0.05
+    worker = parse_worker([*to_argv(settings, visible_fields(EngineSettings))], "decode")
+    assert (worker.batching, worker.batch_timeout_s) == ("dynamic", 0.05)
+    assert serve("--prefill", "0", "--batching", "dynamic", "--batch-timeout-ms", "0").batch_timeout_s == 0
+    assert "say --prefill 0" in refusal("--batching", "dynamic")
+    assert "batching is continuous" in refusal("--prefill", "0", "--batch-timeout-ms", "5")
+    config = write(tmp_path, 'batching = "dynamic"')
+    with pytest.raises(BadConfiguration, match="not with prefill workers"):
+        parse_worker(["--config", config], "prefill")
+
+
 # --- handing settings to a child ---
 
 

@@ -47,6 +47,19 @@ def test_BR_146_kv_passes_between_equals_only(changes: dict[str, str], field: st
     assert here.get(D0) is None
 
 
+def test_whole_batches_are_formed_where_there_is_no_prefill_worker() -> None:
+    whole = replace(card("d0"), whole_batches=True)
+    here = registry()
+    here.register(card("p0"), me("p0"), 0.0)
+    refused = RegistrationRefused("batching", "continuous (prefill)", "dynamic (decode)")
+    assert here.register(whole, me(), 0.0) == refused
+    here = registry()
+    here.register(whole, me(), 0.0)
+    refused = RegistrationRefused("batching", "dynamic (decode)", "continuous (prefill)")
+    assert here.register(card("p0"), me("p0"), 0.0) == refused
+    assert isinstance(here.register(card("d1"), me("d1"), 0.0), Registered)
+
+
 def test_BR_148_the_first_worker_is_held_against_the_coordinators_tokenizer() -> None:
     answer = registry().register(card("d0", tokenizer="x"), me(), 0.0)
     assert answer == RegistrationRefused("tokenizer", "t", "x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.messages import Sender
 from common.request import Incarnation, RequestId, WorkerId
 from coordinator.registry import Registry, Worker
@@ -51,6 +53,18 @@ def test_prefill_takes_two_steps_ahead_and_always_one() -> None:
     take(router, "a", "p0", None, 100, 0)
     assert picked(router.pick_prefill(pool, STEPS_AHEAD * 64 - 100, ())) == "p0"
     assert router.pick_prefill(pool, STEPS_AHEAD * 64 - 99, ()) is None
+
+
+def test_who_starts_whole_batches_is_given_a_whole_one_ahead() -> None:
+    registry = Registry(tokenizer_hash=None, fronts={})
+    registry.register(
+        replace(card("d0", max_num_seqs=8), whole_batches=True), Sender("d0", Incarnation(1)), 0.0
+    )
+    router, pool = Router(), registry.all()
+    for number in range(8):
+        assert router.pick_prefill(pool, 1000, ()) and router.pick_decode(pool, 1, ())
+        take(router, f"r{number}", "d0", "d0", 1000, 1)
+    assert router.pick_decode(pool, 1, ()) is None, "and not more than one"
 
 
 def test_decode_by_share_of_its_batch_and_room() -> None:
