@@ -28,7 +28,8 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 GROUPS = (
     "pools", "model", "HTTP", "TLS", "CORS", "HTTP limits", "engine", "cache", "scheduling", "liveness", "network",
-    "process",
+    "process", "service", "arrivals", "prompts and answers", "length of a run", "what is measured", "results",
+    "several runs",
 )  # fmt: skip
 """Order of the groups in --help."""
 
@@ -39,10 +40,20 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 
 
 
 def flag(
-    default: Any, help: str, group: str, *, metavar: str | None = None, hidden: bool = False, **limits: Any
+    default: Any,
+    help: str,
+    group: str,
+    *,
+    metavar: str | None = None,
+    hidden: bool = False,
+    several: bool = False,
+    **limits: Any,
 ) -> Any:
-    """A field of a settings model that is also a flag. `limits` are pydantic's: ge, gt, le …"""
-    extra: JsonDict = {"group": group, "metavar": metavar, "hidden": hidden}
+    """A field of a settings model that is also a flag. `limits` are pydantic's: ge, gt, le …
+
+    `several`: one use of the flag takes all the values that follow it, as in `--goodput ttft:500 itl:75`.
+    """
+    extra: JsonDict = {"group": group, "metavar": metavar, "hidden": hidden, "several": several}
     return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
@@ -207,6 +218,8 @@ def _argument(name: str, info: FieldInfo, extra: dict[str, Any]) -> dict[str, An
     if info.annotation is bool:
         return argument | {"action": argparse.BooleanOptionalAction}
     argument["metavar"] = extra["metavar"] or name.split("_")[-1].upper()
+    if extra.get("several"):
+        return argument | {"action": "extend", "nargs": "+"}
     if get_origin(info.annotation) is tuple:
         return argument | {"action": "append"}
     if get_origin(info.annotation) is Literal:

@@ -30,7 +30,7 @@ usage: kvferry COMMAND [flags]
   coordinator  the HTTP API, queue and routing alone; workers connect to it
   prefill      one prefill worker     (--coordinator tcp://HOST:PORT)
   decode       one decode worker      (--coordinator tcp://HOST:PORT)
-  bench        measures or simulates a service  (not in this release)
+  bench        loads a service and measures it at the client
   status       shows the workers of a running service
   keys         makes the key that a cluster on several machines needs  (keys new FILE, keys show FILE)
 

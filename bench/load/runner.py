@@ -1,0 +1,98 @@
+"""Runs a plan against a service: each request at its time, never more at once than allowed, all of them to an end.
+
+The next request is written out while the last one's time is awaited, so that what goes out is never late for being
+made. What limits a run: each request has its timeout, so the last one ends that long after its start at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bench.load.client import Client
+from bench.load.records import Planned, Record
+
+PROGRESS_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`cpu_s` is what this process took of the processor in `wall_s`."""
+
+    records: tuple[Record, ...]
+    wall_s: float
+    cpu_s: float
+    interrupted: bool
+
+
+class Runner:
+    """`body` writes a request out, `tell` hears (sent, ended, tokens) once a second."""
+
+    def __init__(
+        self,
+        client: Client,
+        body: Callable[[Planned], bytes],
+        max_concurrency: int | None,
+        tell: Callable[[int, int, int], None],
+    ) -> None:
+        self._client = client
+        self._body = body
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+        self._tell = tell
+        self._records: list[Record] = []
+        self._tokens = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nothing more is sent, and what runs is broken off: by Ctrl-C."""
+        self._stop.set()
+
+    async def run(self, plan: Iterable[Planned]) -> Run:
+        gc.collect()
+        gc.freeze()  # a collection while answers come would look like the server's
+        cpu_before_s, started_s = time.process_time(), time.perf_counter()
+        sending = asyncio.create_task(self._send_all(plan, started_s))
+        stopping = asyncio.create_task(self._stop.wait())
+        while not sending.done() and not stopping.done():
+            await asyncio.wait(
+                (sending, stopping), timeout=PROGRESS_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            self._say()
+        interrupted = stopping.done()
+        for task in (sending, stopping, *self._running):
+            task.cancel()
+        await asyncio.gather(sending, stopping, *self._running, return_exceptions=True)
+        wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_before_s
+        gc.unfreeze()
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            raise error
+        return Run(tuple(sorted(self._records, key=lambda record: record.index)), wall_s, cpu_s, interrupted)
+
+    async def _send_all(self, plan: Iterable[Planned], started_s: float) -> None:
+        for planned in plan:
+            request = self._body(planned)
+            if (wait_s := started_s + planned.due_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            if self._slots is not None:
+                await self._slots.acquire()
+            task = asyncio.create_task(self._send(planned, request, started_s))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _send(self, planned: Planned, request: bytes, started_s: float) -> None:
+        try:
+            record = await self._client.ask(planned, request, started_s)
+            self._records.append(record)
+            self._tokens += record.tokens
+        finally:
+            if self._slots is not None:
+                self._slots.release()
+
+    def _say(self) -> None:
+        self._tell(len(self._records) + len(self._running), len(self._records), self._tokens)
