@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import xxhash
-
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
+from kernels.block_bytes import checksums, copy_blocks
 
 BlockIn = Callable[[Block, Sender, memoryview], None]
 """A header, who sent it, and the bytes that came with it (none where there were none)."""
@@ -97,11 +96,10 @@ def store(pool: Pool, block: int, source: memoryview, header: Block) -> bool:
     own = pool.host_block(block)
     if own is None:  # a device's pool: checked before it goes there
         copy = bytes(source)
-        good = xxhash.xxh3_64_intdigest(copy) == header.checksum
+        good = checksums([copy])[0] == header.checksum
         if good:
             pool.write_block(block, memoryview(copy))
         return good
     if len(own) != header.size:
         return False
-    own[:] = source
-    return xxhash.xxh3_64_intdigest(own) == header.checksum
+    return copy_blocks([own], [source])[0] == header.checksum

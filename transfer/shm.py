@@ -38,8 +38,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import xxhash
-
 from common.counters import Counters
 from common.errors import ProtocolViolation
 from common.messages import (
@@ -54,6 +52,7 @@ from common.messages import (
 )
 from common.request import Key, WorkerId
 from common.wire import decode, encode
+from kernels.block_bytes import checksums
 from transfer.channel import HUNG_UP, BlockIn, Frame, Pool
 from transfer.segment import CannotMap, PoolSegment, map_to_read
 
@@ -134,7 +133,7 @@ class ShmSending:
 
     def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
         content = self._pool.block_bytes_view(block)
-        checksum = xxhash.xxh3_64_intdigest(content)
+        (checksum,) = checksums([content])
         offset = block * self._block_bytes
         header = Block(
             *key, index=index, part=0, checksum=checksum, size=len(content), channel="shm", offset=offset

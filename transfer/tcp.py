@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import xxhash
-
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
+from kernels.block_bytes import checksums
 from transfer.channel import BlockIn, Frame, Pool
 
 
@@ -26,7 +25,7 @@ class TcpSending:
     def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
         """The frame is the block itself: the socket copies it when it is sent, which is before this turn ends."""
         content = self._pool.block_bytes_view(block)
-        checksum = xxhash.xxh3_64_intdigest(content)
+        (checksum,) = checksums([content])
         return Block(*key, index=index, part=0, checksum=checksum, size=len(content)), content
 
     def end(self) -> None: ...

@@ -16,6 +16,7 @@
 #include <immintrin.h>
 #endif
 
+#include "blocks.h"
 #include "linear_module.h"
 #include "pool.h"
 #include "scalar.h"
@@ -241,6 +242,6 @@ PyMODINIT_FUNC PyInit__native(void) {
 #endif
     if (!use_variant("avx512")) use_variant("avx2");
     PyObject *created = PyModule_Create(&module);
-    if (created && add_linear(created) < 0) Py_CLEAR(created);
+    if (created && (add_linear(created) < 0 || add_blocks(created) < 0)) Py_CLEAR(created);
     return created;
 }
