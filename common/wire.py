@@ -3,6 +3,7 @@
 A message on the wire is one msgpack map: the envelope (`v` version, `t` type, `from` worker or "coordinator",
 `inc` incarnation) and the fields of the dataclass named by `t`. Whatever comes in is checked by pydantic against
 that dataclass and bounded in size; another major version is refused, unknown fields of a newer minor are ignored.
+The rows of a step's tokens lie in columns (`token_columns.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from common import messages
 from common.errors import ProtocolViolation
-from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender
+from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, Tokens
 from common.prefix import HASH_BYTES
 from common.request import Incarnation
+from common.token_columns import columns_of, rows_of
 
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MAJOR = 2  # since 2 rows of tokens travel as columns
+PROTOCOL_MINOR = 0
 MAX_MESSAGE_BYTES = 1 << 20
 
 _BASES = (Message, AboutRequest)
@@ -53,7 +55,11 @@ def longest_model_len(block_size: int) -> int:
 
 def encode(message: Message, sender: Sender) -> bytes:
     """The message as it goes on the wire."""
-    body: dict[str, Any] = _plain(message)
+    body: dict[str, Any]
+    if isinstance(message, Tokens):
+        body = {"seq": message.seq, "rows": columns_of(message.rows), "prompts": _plain(message.prompts)}
+    else:
+        body = _plain(message)
     envelope = {
         "v": (PROTOCOL_MAJOR, PROTOCOL_MINOR),
         "t": type(message).__name__,
@@ -95,8 +101,10 @@ def _message(body: dict[Any, Any]) -> Message:
     if not isinstance(name, str) or name not in TYPES:
         raise ProtocolViolation(f"unknown message type {str(name)[:50]!r}")
     try:
+        if name == Tokens.__name__:
+            body = {**body, "rows": rows_of(body.get("rows"))}
         message = _adapter(name).validate_python(body)
-    except (ValidationError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolViolation(f"invalid {name}: {_first_fault(error)}") from error
     if isinstance(message, (Prefill, Decode, Offer)) and message.request.request_id != message.id:
         raise ProtocolViolation(f"invalid {name}: it is not about the request inside it")
@@ -107,4 +115,4 @@ def _first_fault(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_input=False, include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return type(error).__name__
+    return str(error) or type(error).__name__

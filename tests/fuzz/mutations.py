@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from common.wire import TYPES
+from common.wire import PROTOCOL_MAJOR, TYPES
 
 
 def _deep(levels: int) -> Any:
@@ -25,6 +25,11 @@ HOSTILE: tuple[Any, ...] = (
     "ipc:///tmp/x", "tcp://*:0", "tcp://127.0.0.1:99999", "inproc://x", "tcp://:1", b"", b"\xff" * 64, b"\x00" * 4000,
     b"abc", [], {}, [[]], [1] * 3000, ["x"] * 500, list(range(-50, 50)), {"a": {"b": {}}},
     {str(n): n for n in range(500)}, [None], [float("nan")], [-1], [1 << 63], _deep(60), _deep(200),
+)  # fmt: skip
+
+_OURS = PROTOCOL_MAJOR
+_VERSIONS: tuple[Any, ...] = (
+    [_OURS + 1, 0], [0, 9], [_OURS], [_OURS, 99], _OURS, [_OURS, None], [[_OURS], 0]
 )  # fmt: skip
 
 
@@ -67,7 +72,7 @@ class Mutator:
         elif how == 2:
             body["t"] = random.choice([*TYPES, "AboutRequest", 5, None])
         elif how == 3:
-            body["v"] = random.choice(([2, 0], [0, 9], [1], [1, 99], 1, [1, None], [[1], 0]))
+            body["v"] = random.choice(_VERSIONS)
         elif how == 4:
             body["from"], body["inc"] = random.choice(self._names), random.choice(self._incarnations)
         else:
