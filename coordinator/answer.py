@@ -36,11 +36,11 @@ class ScoredToken:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Text to show, never empty but in the last piece, and the tokens whose text is now whole.
 
-    `finish` is set in the last piece, which has no text.
+    `finish` is set in the last piece, which has no text. Not frozen: one for every token.
     """
 
     text: str
@@ -77,7 +77,8 @@ class Answer:
         """The pieces that these tokens release; the last one ever has `finish`. Raises RequestFailed when the
         delta says that the request ended without an answer."""
         assert self.finish is None
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.cached_tokens > self.cached_tokens:
+            self.cached_tokens = delta.cached_tokens
         if self._empty and delta.ids:
             return [self._last("length", ())]
         pieces: list[Piece] = []

@@ -14,9 +14,9 @@ from common.messages import FinishReason
 from common.request import Request, RequestId, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """New output tokens of one request, in order, none missing, none twice.
+    """New output tokens of one request, in order, none missing, none twice. Not frozen: one for every token.
 
     `logprobs` has one entry per id when they were asked for. `finish` is set on the last delta (which may have no
     ids). `cached_tokens` is the number of prompt tokens found in a prefix cache, the longer one's where both workers

@@ -16,6 +16,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from common.lifecycle import LIVE_PHASES
+from coordinator.token_metrics import TokenMetrics
 from coordinator.worker_metrics import PREFIX, SnapshotCollector, WorkerSnapshot
 
 TTFT_BUCKETS = (
@@ -77,9 +78,7 @@ class Metrics:
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Request head received to first token written.", TTFT_BUCKETS
         )
-        self.itl = self._histogram(
-            "inter_token_latency_seconds", "From one written token to the next.", ITL_BUCKETS
-        )
+        self.tokens = TokenMetrics(ITL_BUCKETS)
         self.tpot = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean gap between the tokens of one request.",
@@ -100,9 +99,6 @@ class Metrics:
         self.prompt_tokens = self._counter(
             "prompt_tokens_total", "Prompt tokens of requests that got a first token.", "tier"
         )
-        self.generation_tokens = self._counter(
-            "generation_tokens_total", "Output tokens accepted by the front.", "tier"
-        )
         self.success = self._counter(
             "request_success_total", "Requests that were taken in, by how they ended.", "finished_reason"
         )
@@ -121,6 +117,7 @@ class Metrics:
             "front_dropped_samples_total", "Samples that were negative or not finite.", "metric"
         )
         self._registry.register(self._snapshots)
+        self._registry.register(self.tokens)
         self._begin_at_zero(tiers)
 
     def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
@@ -131,10 +128,10 @@ class Metrics:
 
     def _begin_at_zero(self, tiers: Sequence[str]) -> None:
         for tier in tiers:
-            for metric in (self.ttft, self.itl, self.tpot, self.e2e, self.handover_gap, self.queue_time):
+            for metric in (self.ttft, self.tpot, self.e2e, self.handover_gap, self.queue_time):
                 metric.labels(tier)
             self.prompt_tokens.labels(tier)
-            self.generation_tokens.labels(tier)
+            self.tokens.of(tier)
         for reason in FINISHED_REASONS:
             self.success.labels(reason)
         for phase in LIVE_PHASES:
@@ -172,8 +169,7 @@ class RequestMeter:
     def __init__(self, metrics: Metrics, tier: str, started_s: float) -> None:
         self._metrics = metrics
         self._tier = tier
-        self._itl = metrics.itl.labels(tier)
-        self._generation_tokens = metrics.generation_tokens.labels(tier)
+        self._tokens = metrics.tokens.of(tier)
         self._started_s = started_s
         self._paces: dict[int, _Pace] = {}
         self._tokens_by_choice: dict[int, int] = {}
@@ -199,7 +195,7 @@ class RequestMeter:
             gap_s = now_s - self._first_came_s.pop(choice)
             self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
         self._tokens_by_choice[choice] = before + count
-        self._generation_tokens.inc(count)
+        self._tokens.accepted += count
 
     def token_out(self, now_s: float, choice: int = 0) -> None:
         """A token's text was written, or arrived where the answer is sent whole."""
@@ -210,8 +206,7 @@ class RequestMeter:
         if pace is None:
             self._paces[choice] = _Pace(now_s, now_s)
             return
-        gap_s = max(0.0, now_s - pace.last_s)
-        self._itl.observe(gap_s)
+        self._tokens.gap(max(0.0, now_s - pace.last_s))
         pace.last_s = now_s
 
     def end(self, reason: str, now_s: float) -> None:

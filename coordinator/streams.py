@@ -82,8 +82,9 @@ class MailboxStream:
         self._bytes = 0
 
     def put(self, choice: int, delta: Delta) -> None:
-        cached_tokens = max(self._cached_tokens.get(choice, 0), delta.cached_tokens or 0)
-        self._cached_tokens[choice] = cached_tokens
+        cached_tokens = self._cached_tokens.get(choice, 0)
+        if delta.cached_tokens is not None and delta.cached_tokens > cached_tokens:
+            cached_tokens = self._cached_tokens[choice] = delta.cached_tokens
         new = TokenDelta(
             delta.ids, delta.logprobs, delta.finish, cached_tokens, choice, delta.prompt_logprobs
         )
@@ -108,8 +109,10 @@ class MailboxStream:
 
 
 def _size(delta: TokenDelta) -> int:
-    scored = (*(delta.logprobs or ()), *delta.prompt_logprobs)
-    return DELTA_BYTES + ID_BYTES * len(delta.ids) + sum(map(_size_of_logprobs, scored))
+    size = DELTA_BYTES + ID_BYTES * len(delta.ids)
+    if delta.logprobs or delta.prompt_logprobs:
+        size += sum(map(_size_of_logprobs, (*(delta.logprobs or ()), *delta.prompt_logprobs)))
+    return size
 
 
 def _size_of_logprobs(logprobs: TokenLogprobs) -> int:

@@ -165,9 +165,9 @@ class SnapshotCollector(Collector):
         for snapshot in self._snapshots:
             row = snapshot.histograms.get(name, ())
             if len(row) == len(bounds) + 2:
-                _add_histogram(metric, snapshot.labels, bounds, row)
+                add_histogram(metric, snapshot.labels, bounds, row)
         if not metric.samples:
-            _add_histogram(metric, {}, bounds, (0.0,) * (len(bounds) + 2))
+            add_histogram(metric, {}, bounds, (0.0,) * (len(bounds) + 2))
         return metric
 
 
@@ -181,7 +181,7 @@ def _at_least_zero(metric: Metric, sample_name: str | None = None) -> Metric:
     return metric
 
 
-def _add_histogram(metric: Metric, labels: dict[str, str], bounds: list[str], row: tuple[float, ...]) -> None:
+def add_histogram(metric: Metric, labels: dict[str, str], bounds: list[str], row: tuple[float, ...]) -> None:
     """`row` is (sum, count, samples per bucket …); Prometheus wants each bucket to hold those below it too."""
     below = 0.0
     for bound, count in zip(bounds, row[2:], strict=True):

@@ -55,24 +55,26 @@ class ResponseWriter:
     async def events(self, data: bytes, more: bool = True) -> None:
         """Events of a stream, which begins with the first of them."""
         async with self._turn:
-            await self._events(data, more)
+            if not self.status:
+                await self._start_stream()
+            await self._body(data, more)
 
     async def comment(self) -> None:
         """Keeps the connection alive in the eyes of proxies. Clients skip it."""
         async with self._turn:
             if not self.ended:
-                await self._events(COMMENT, more=True)
+                if not self.status:
+                    await self._start_stream()
+                await self._body(COMMENT, more=True)
 
     async def error(self, error: KvferryError, unread: Receive | None = None) -> None:
         """`unread` is given when the request's body has not been read to its end: the connection is closed."""
         async with self._turn:
             await self._error(error, unread)
 
-    async def _events(self, data: bytes, more: bool) -> None:
-        if not self.status:
-            await self._start(200, STREAM_HEADERS)
-            self._streaming = True
-        await self._body(data, more)
+    async def _start_stream(self) -> None:
+        await self._start(200, STREAM_HEADERS)
+        self._streaming = True
 
     async def _error(self, error: KvferryError, unread: Receive | None) -> None:
         body = error_object(error)
