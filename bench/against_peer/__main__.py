@@ -1,0 +1,148 @@
+"""`python -m bench.against_peer`, as `bench/against_peer.sh` starts it: flags in, a table, JSON and PNG out.
+
+Exit codes: 0 measured, 1 a server or a run failed (what is finished is kept; the same command goes on), 2 bad flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bench.against_peer import figures, plan
+from bench.against_peer.clients import LoadFault
+from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
+from bench.against_peer.servers import ServerFault
+
+CURVE_RATES = (2.5, 3.5)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    parts = _parts(parser, flags.only)
+    sizes = _sizes(flags)
+    places = Places(
+        flags.peers, flags.vllm_venv, flags.peer_url, flags.peer_model, flags.openvino_python, flags.gguf, flags.model,
+        tuple(flags.our_flags.split()),
+    )  # fmt: skip
+    vllm = ("url",) if flags.peer_url else tuple(flags.budgets.split(","))
+    openvino = tuple(flags.openvino_budgets.split(","))
+    minutes = plan.estimate_all_s(parts, sizes, CURVE_RATES, vllm, openvino) / 60
+    print(f"{', '.join(parts)}: about {minutes:.0f} minutes, results in {flags.out}", flush=True)
+    if flags.estimate:
+        return 0
+    try:
+        folder = Folder.open(flags.out, _identity(sizes, places))
+        runner = Runner(folder, places, sizes, CURVE_RATES, _say)
+        runner.run(parts, vllm, openvino)
+    except (ServerFault, LoadFault, OtherSettings) as error:
+        print(f"against_peer: {error}\nwhat is finished is kept: the same command goes on", file=sys.stderr)
+        return 1
+    return _report(folder, flags.out)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _report(folder: Folder, out: Path) -> int:
+    cells = folder.cells()
+    rows = figures.rows(cells, CURVE_RATES)
+    print()
+    print(figures.table(rows))
+    incomplete = [cell for cell in cells if cell.ok < cell.sent]
+    for cell in incomplete:
+        print(
+            f"{cell.sent - cell.ok} of {cell.sent} failed: {cell.alternation} {cell.side} {cell.setting} {cell.load}"
+        )
+    found = {
+        "format": "kvferry-against-peer-1",
+        "settings": folder.identity,
+        "rows": [asdict(row) for row in rows],
+        "cells": [asdict(cell) for cell in cells],
+    }
+    (out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    from bench.against_peer.plots import NoMatplotlib, draw
+
+    try:
+        drawn = draw(cells, CURVE_RATES, out)
+    except NoMatplotlib as error:
+        print(f"no plot: {error}", file=sys.stderr)
+        return 0
+    print(f"\n{out / 'figures.json'}, {', '.join(map(str, drawn))}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench/against_peer.sh",
+        description="kvferry and other servers on this machine, in turn, under the same load.",
+    )
+    parser.add_argument("--peers", type=Path, help="folder with serve_vllm_cpu.sh and load.sh")
+    parser.add_argument("--vllm-venv", type=Path, help="where vLLM is installed")
+    parser.add_argument(
+        "--peer-url", help="a server that runs already, in place of vLLM; it must be idle while we run"
+    )
+    parser.add_argument("--peer-model", default="peer", help="what the server at --peer-url calls its model")
+    parser.add_argument("--openvino-python", type=Path, help="Python of the venv with openvino-genai")
+    parser.add_argument("--gguf", type=Path, help="the model as 16-bit GGUF, for OpenVINO")
+    parser.add_argument("--model", type=Path, required=True, help="model folder, for both sides")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of results; finished runs in it are kept"
+    )
+    parser.add_argument("--only", default=",".join(plan.PARTS), help="some of: %(default)s")
+    parser.add_argument(
+        "--budgets", default=",".join(plan.VLLM_BUDGETS), help="vLLM's --max-num-batched-tokens"
+    )
+    parser.add_argument("--openvino-budgets", default=",".join(plan.OPENVINO_BUDGETS), help="likewise")
+    parser.add_argument("--our-flags", default="", help="more flags of kvferry serve; none: its defaults")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer requests, and later alternations of winners only"
+    )
+    parser.add_argument("--alternations", type=int, help="default 3")
+    parser.add_argument("--saturated-requests", type=int, help="of a saturated run")
+    parser.add_argument("--curve-requests", type=int, help="of a point of the trade-off curve")
+    parser.add_argument("--goodput-requests", type=int, help="of a goodput point, in one alternation")
+    parser.add_argument("--estimate", action="store_true", help="only says how long it will take")
+    return parser
+
+
+def _parts(parser: argparse.ArgumentParser, only: str) -> tuple[plan.Part, ...]:
+    wanted = only.split(",")
+    unknown = [name for name in wanted if name not in plan.PARTS]
+    if unknown:
+        parser.error(f"--only {only}: {', '.join(unknown)} is none of {', '.join(plan.PARTS)}")
+    return tuple(part for part in plan.PARTS if part in wanted)
+
+
+def _sizes(flags: argparse.Namespace) -> plan.Sizes:
+    sizes = plan.QUICK if flags.quick else plan.Sizes()
+    given = {
+        "alternations": flags.alternations,
+        "saturated": flags.saturated_requests,
+        "curve": flags.curve_requests,
+        "goodput": flags.goodput_requests,
+    }
+    return replace(sizes, **{name: value for name, value in given.items() if value is not None})
+
+
+def _identity(sizes: plan.Sizes, places: Places) -> dict[str, object]:
+    """What must be the same for runs to be of one result."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "sizes": asdict(sizes),
+        "revision": revision,
+        "our_flags": list(places.our_flags),
+        "peer_url": places.peer_url,
+        "model": str(places.model),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
