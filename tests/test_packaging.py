@@ -17,9 +17,12 @@ from tests.test_architecture import ALL_SOURCES, FOLDERS, imports, top
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PRODUCT = [Requirement(text) for text in PROJECT["dependencies"]]
+FOR_PICTURES = [Requirement(text) for text in PROJECT["optional-dependencies"]["bench"]]
 FOR_TESTS = [Requirement(text) for text in PROJECT["optional-dependencies"]["test"]]
 # Parts of a declared library that are used under a name of their own.
 COMES_WITH = {"pydantic_core": "pydantic", "starlette": "fastapi"}
+# Files that the Python of another venv runs.
+OF_ANOTHER_VENV = {"openvino_in_process.py"}
 PINS: dict[str, str] = {
     canonicalize_name(name): version
     for name, version in re.findall(
@@ -48,12 +51,14 @@ def test_ranges_allow_the_oldest_gpu_machine_we_know() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """Import name → distribution, by what is installed here; setup-time and standard modules aside."""
-    declared = {canonicalize_name(requirement.name) for requirement in PRODUCT}
+    """Import name → distribution, by what is installed here; setup-time and standard modules aside, and what runs in a
+    venv of its own."""
+    declared = {canonicalize_name(requirement.name) for requirement in (*PRODUCT, *FOR_PICTURES)}
     distributions = importlib.metadata.packages_distributions()
     outside = {
         COMES_WITH.get(top(name), top(name)): path
         for path in ALL_SOURCES
+        if path.name not in OF_ANOTHER_VENV
         for name, _ in imports(path)
         if top(name) not in sys.stdlib_module_names and top(name) not in FOLDERS
     }
