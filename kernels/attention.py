@@ -18,17 +18,16 @@ _PRODUCT_ELEMENTS = 1 << 22
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, step: StepLayout, cache: PagedCache, layer: int) -> None:
     """Writes this step's keys and values, `[tokens, num_kv_heads, head_dim]`, to their places in the cache."""
-    cache.keys(layer)[step.blocks, :, :, step.offsets] = k.to(cache.layout.dtype)
-    cache.values(layer)[step.blocks, :, step.offsets] = v.to(cache.layout.dtype)
+    cache.store(layer, step.blocks, step.offsets, k, v)
 
 
 def attend(q: torch.Tensor, step: StepLayout, cache: PagedCache, layer: int) -> torch.Tensor:
     """q `[tokens, num_heads, head_dim]` fp32 to attention output of the same shape, fp32."""
     out = torch.empty_like(q)
-    tables = torch.from_numpy(step.tables).to(q.device).long()
     block_size = cache.layout.block_size
+    tables = torch.from_numpy(step.row_tables()).to(q.device).long()
     single = [row for row, count in enumerate(step.counts) if count == 1]
-    for rows in _split(single, q.shape[1] * q.shape[2] * step.tables.shape[1] * block_size):
+    for rows in _split(single, q.shape[1] * q.shape[2] * tables.shape[1] * block_size):
         tokens = torch.from_numpy(step.firsts[rows]).to(q.device).long()
         width = int(step.starts[rows].max()) // block_size + 1
         positions = step.positions[tokens].unsqueeze(1)
@@ -83,9 +82,9 @@ def reference_attention(
     seen = key_positions <= positions.view(rows, queries, 1, 1)  # [rows, queries, tiles, block]
     # What lies past a sequence's end is left over from others and may even be NaN, so it is masked, not multiplied.
     held = key_positions <= positions.amax(dim=1).view(rows, 1, 1)
-    keys = cache.keys(layer)[tables].float()  # [rows, tiles, kv, dim, block]
+    keys = cache.keys(layer, tables).float()  # [rows, tiles, kv, dim, block]
     keys = torch.where(held.view(rows, tiles, 1, 1, block_size), keys, 0.0)
-    values = cache.values(layer)[tables].float()  # [rows, tiles, kv, block, dim]
+    values = cache.values(layer, tables).float()  # [rows, tiles, kv, block, dim]
     values = torch.where(held.view(rows, tiles, 1, block_size, 1), values, 0.0)
 
     # [rows, queries, kv, group, tiles, dim, block] summed over dim

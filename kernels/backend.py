@@ -99,9 +99,11 @@ class TorchBackend:
         return attend(q, step, cache, layer).view(len(q), -1).to(cache.layout.dtype)
 
 
-def choose_backend(device: torch.device, head_dim: int, block_size: int, threads: int) -> Backend:
+def choose_backend(
+    device: torch.device, head_dim: int, block_size: int, threads: int, dtype: torch.dtype
+) -> Backend:
     """The fastest backend that was built and fits; the same for every worker of one model on a machine."""
     native = load_native()
     if device.type == "cpu" and native is not None and NativeBackend.fits(head_dim, block_size):
-        return NativeBackend(native, threads)
+        return NativeBackend(native, threads, takes_tiles=NativeBackend.fits_tiles(head_dim, dtype))
     return TorchBackend()

@@ -2,7 +2,9 @@
 
 Shape `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]`; part 0 is K, part 1 is V. Inside a block
 K lies transposed (`[head_dim, block_size]`: a score kernel takes one key per lane, so no sum crosses lanes) and V
-as it comes (`[block_size, head_dim]`). Everyone else treats a block as opaque bytes.
+as it comes (`[block_size, head_dim]`). In bf16 two neighbours of the summed dimension lie together (K
+`[head_dim / 2, block_size, 2]`, V `[block_size / 2, head_dim, 2]`): the form that matrix units and bf16 dot products
+take, and one in which plain lanes widen a number with one shift. Everyone else treats a block as opaque bytes.
 """
 
 import mmap
@@ -46,10 +48,17 @@ class CacheLayout:
     def block_bytes(self) -> int:
         return self.block_elements * self.dtype.itemsize
 
+    @property
+    def together(self) -> int:
+        """How many neighbours of the summed dimension lie side by side: 2 in bf16 where sizes are even, else 1."""
+        even = self.head_dim % 2 == 0 and self.block_size % 2 == 0
+        return 2 if even and self.dtype == torch.bfloat16 else 1
+
     def describe(self) -> dict[str, str | int]:
+        inner = "k:dim,token|v:token,dim" if self.together == 1 else "k:dim/2,token,2|v:token/2,dim,2"
         return {
             "kv_dtype": dtype_name(self.dtype),
-            "kv_layout": "block(layer,kv,head,(k:dim,token|v:token,dim))",
+            "kv_layout": f"block(layer,kv,head,({inner}))",
             "block_size": self.block_size,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
@@ -103,19 +112,34 @@ class PagedCache:
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
         self._host = self._bytes.view(-1).numpy().data if self.device.type == "cpu" else None
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """View `[num_blocks, num_kv_heads, head_dim, block_size]` of one layer's keys."""
-        layout = self.layout
-        return self.tensor[:, layer, 0].view(
-            self.num_blocks, layout.num_kv_heads, layout.head_dim, layout.block_size
-        )
+    def store(
+        self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Writes keys and values `[tokens, num_kv_heads, head_dim]` to their `blocks` and `offsets`, `[tokens]`."""
+        layout, group = self.layout, self.layout.together
+        k, v = k.to(layout.dtype), v.to(layout.dtype)
+        pairs = k.reshape(len(k), layout.num_kv_heads, layout.head_dim // group, group)
+        self._parts(layer, 0, layout.head_dim, layout.block_size)[blocks, :, :, offsets] = pairs
+        self._parts(layer, 1, layout.block_size, layout.head_dim)[
+            blocks, :, offsets // group, :, offsets % group
+        ] = v
 
-    def values(self, layer: int) -> torch.Tensor:
-        """View `[num_blocks, num_kv_heads, block_size, head_dim]` of one layer's values."""
-        layout = self.layout
-        return self.tensor[:, layer, 1].view(
-            self.num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim
-        )
+    def keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """A copy `[*blocks, num_kv_heads, head_dim, block_size]` of one layer's keys."""
+        return self._gather(layer, 0, blocks, self.layout.head_dim, self.layout.block_size)
+
+    def values(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """A copy `[*blocks, num_kv_heads, block_size, head_dim]` of one layer's values."""
+        return self._gather(layer, 1, blocks, self.layout.block_size, self.layout.head_dim)
+
+    def _parts(self, layer: int, part: int, outer: int, inner: int) -> torch.Tensor:
+        """View `[num_blocks, num_kv_heads, outer / together, inner, together]`."""
+        group = self.layout.together
+        return self.tensor[:, layer, part].view(self.num_blocks, -1, outer // group, inner, group)
+
+    def _gather(self, layer: int, part: int, blocks: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        there = self._parts(layer, part, outer, inner)[blocks]
+        return there.transpose(-1, -2).reshape(*blocks.shape, -1, outer, inner)
 
     def block_bytes_view(self, block: int) -> memoryview:
         """The bytes of one block: the cache's own memory on CPU, a copy on other devices."""

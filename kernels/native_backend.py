@@ -9,8 +9,10 @@ from kernels.cache import PagedCache
 from kernels.rope import RopeTable
 from kernels.step import StepLayout
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LANES = 16
+VARIANTS = ("amx", "avx512", "avx2", "plain")
+"""Fastest first."""
 
 
 def load_native() -> ModuleType | None:
@@ -24,29 +26,41 @@ def load_native() -> ModuleType | None:
 class NativeBackend:
     """`Backend` in C. `fits` says for which models; the others use torch.
 
-    The avx512 and avx2 variants give equal bits; the plain one does not fuse multiply and add, so it has its own name.
+    The avx512 and avx2 variants give equal bits. The plain one does not fuse multiply and add and amx rounds queries
+    and attention weights to bf16, so each has its own name; amx differs from avx512 in attention over bf16 only.
     """
 
-    def __init__(self, native: ModuleType, threads: int, variant: str | None = None) -> None:
-        self._native = native
-        self._threads = threads
-        variants = ("avx512", "avx2", "plain") if variant is None else (variant,)
+    def __init__(
+        self, native: ModuleType, threads: int, variant: str | None = None, takes_tiles: bool = True
+    ) -> None:
+        """The first variant that is there, or the one asked for. `takes_tiles`: amx would make a difference."""
+        self.native = native
+        self.threads = threads
+        variants = VARIANTS if variant is None else (variant,)
         chosen = next((name for name in variants if native.use(name)), None)
         if chosen is None:
             raise ValueError(f"this processor has no {variant}")
         self.variant = chosen
         self.name = "native-plain" if chosen == "plain" else "native-fma"
+        if chosen == "amx" and takes_tiles:
+            self.name = "native-amx"
 
     @staticmethod
     def fits(head_dim: int, block_size: int) -> bool:
         return head_dim % _LANES == 0 and block_size % _LANES == 0
 
+    @staticmethod
+    def fits_tiles(head_dim: int, dtype: torch.dtype) -> bool:
+        """What `amx_attention_fits` says in C."""
+        return dtype == torch.bfloat16 and head_dim % 32 == 0 and head_dim <= 256
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
         _check_rows(x, weight)
         tokens, size = x.shape
-        self._native.rms_norm(
-            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), tokens, size, eps, _DTYPE_CODES[x.dtype]
+        code = DTYPE_CODES[x.dtype]
+        self.native.rms_norm(
+            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), tokens, size, eps, code, self.threads
         )
         return out
 
@@ -57,9 +71,17 @@ class NativeBackend:
         _check_rows(x, weight)
         assert residual.shape == x.shape and residual.is_contiguous() and residual.dtype == x.dtype
         tokens, size = x.shape
-        code = _DTYPE_CODES[x.dtype]
-        self._native.rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, size, eps, code
+        code = DTYPE_CODES[x.dtype]
+        self.native.rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            size,
+            eps,
+            code,
+            self.threads,
         )
         return out, residual
 
@@ -67,8 +89,8 @@ class NativeBackend:
         assert gate_up.is_contiguous() and gate_up.dim() == 2
         tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((tokens, size))
-        code = _DTYPE_CODES[gate_up.dtype]
-        self._native.silu_mul(gate_up.data_ptr(), 0, 0, out.data_ptr(), tokens, size, 0.0, code)
+        code = DTYPE_CODES[gate_up.dtype]
+        self.native.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, size, code, self.threads)
         return out
 
     def rope_and_store(
@@ -87,7 +109,7 @@ class NativeBackend:
         assert qkv.is_contiguous() and qkv.dtype == layout.dtype
         assert qkv.shape == (tokens, (heads + 2 * layout.num_kv_heads) * dim)
         q = torch.empty((tokens, heads, dim), dtype=torch.float32)
-        self._native.rope_and_store(
+        self.native.rope_and_store(
             qkv.data_ptr(),
             q.data_ptr(),
             cache.tensor.data_ptr(),
@@ -104,22 +126,24 @@ class NativeBackend:
             layout.num_kv_heads,
             dim,
             layout.block_size,
-            _DTYPE_CODES[layout.dtype],
+            DTYPE_CODES[layout.dtype],
             eps,
+            self.threads,
         )
         return q
 
     def attention(self, q: torch.Tensor, step: StepLayout, cache: PagedCache, layer: int) -> torch.Tensor:
         layout = cache.layout
         assert q.is_contiguous() and q.dtype == torch.float32 and q.shape[2] == layout.head_dim
-        out = torch.empty_like(q)
-        self._native.attention(
+        out = torch.empty(q.shape, dtype=layout.dtype)
+        self.native.attention(
             q.data_ptr(),
             out.data_ptr(),
             cache.tensor.data_ptr(),
             *_offsets(cache, layer),
             step.tables.ctypes.data,
             step.tables.shape[1],
+            step.slots.ctypes.data,
             step.starts.ctypes.data,
             step.counts.ctypes.data,
             step.firsts.ctypes.data,
@@ -128,10 +152,10 @@ class NativeBackend:
             layout.num_kv_heads,
             layout.head_dim,
             layout.block_size,
-            _DTYPE_CODES[layout.dtype],
-            self._threads,
+            DTYPE_CODES[layout.dtype],
+            self.threads,
         )
-        return out.view(len(q), -1).to(layout.dtype)
+        return out.view(len(q), -1)
 
 
 def _check_rows(x: torch.Tensor, weight: torch.Tensor) -> None:

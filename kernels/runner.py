@@ -34,7 +34,6 @@ class _Slot:
     num_blocks: int
     sampling: SamplingLike
     counts: TokenCounts | None
-    prompt: PromptToScore | None
     matcher: Matcher | None = None
     fault: str | None = None  # why it has no matcher, though its request has a grammar
 
@@ -63,6 +62,12 @@ class ModelRunner:
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         table_width = -(-max_model_len // cache.layout.block_size)
         self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
+        self._room_tokens = np.zeros(
+            max_num_seqs, dtype=np.int32
+        )  # in the blocks of each slot; 0: it is empty
+        # The few slots for which a step has more to do than arithmetic, so that it need not look at all.
+        self._counting: dict[int, TokenCounts] = {}
+        self._scoring: dict[int, PromptToScore] = {}
         self._prepared_thread = -1
 
     @property
@@ -132,7 +137,7 @@ class ModelRunner:
         self._prepare_thread()
         with torch.inference_mode():
             for slot in batch.left:
-                self._slots[slot] = None
+                self._leave(slot)
             for joined in batch.joined:
                 self._join(joined)
             for slot, blocks in batch.grown:
@@ -148,18 +153,28 @@ class ModelRunner:
             torch.set_num_threads(self._threads)
             self._prepared_thread = thread
 
+    def _leave(self, slot: int) -> None:
+        self._slots[slot] = None
+        self._room_tokens[slot] = 0
+        self._counting.pop(slot, None)
+        self._scoring.pop(slot, None)
+
     def _join(self, joined: JoinedLike) -> None:
+        self._leave(joined.slot)
         sampling, tokens = joined.sampling, joined.tokens
         counts = None
         if needs_counts(sampling):
             counts = TokenCounts(self.vocab_size, tokens[: joined.prompt_len], tokens[joined.prompt_len :])
-        prompt = None
+            self._counting[joined.slot] = counts
         if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
-            prompt = PromptToScore(tokens[: joined.prompt_len], joined.scored, sampling.prompt_logprobs)
-        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts, prompt)
+            self._scoring[joined.slot] = PromptToScore(
+                tokens[: joined.prompt_len], joined.scored, sampling.prompt_logprobs
+            )
+        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts)
         slot.matcher, slot.fault = self._match(sampling, tokens[joined.prompt_len :])
         self._slots[joined.slot] = slot
         self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
+        self._room_tokens[joined.slot] = len(joined.blocks) * self.layout.block_size
 
     def _match(self, sampling: SamplingLike, outputs: Sequence[int]) -> tuple[Matcher | None, str | None]:
         """Its grammar with the outputs so far replayed, or why there is none."""
@@ -179,6 +194,7 @@ class ModelRunner:
         held = self._held(slot)
         self._tables[slot, held.num_blocks : held.num_blocks + len(blocks)] = blocks
         held.num_blocks += len(blocks)
+        self._room_tokens[slot] = held.num_blocks * self.layout.block_size
 
     def _held(self, slot: int) -> _Slot:
         held = self._slots[slot]
@@ -191,14 +207,10 @@ class ModelRunner:
         slots = np.asarray(batch.slots, dtype=np.int64)
         ends = starts + counts
         assert counts.min() >= 1 and ends.max() <= self.max_model_len
-        block_size = self.layout.block_size
-        for slot, end in zip(batch.slots, ends.tolist(), strict=True):
-            assert self._held(slot).num_blocks * block_size >= end, (
-                f"slot {slot} has no block for position {end - 1}"
-            )
-        width = -(-int(ends.max()) // block_size)
+        lacking = slots[self._room_tokens[slots] < ends]
+        assert not len(lacking), f"slot {lacking[0]} has no block for its last position, or is empty"
         device = self.model.device
-        step = StepLayout.make(starts, counts, self._tables[slots, :width], block_size, device)
+        step = StepLayout(starts, counts, slots, self._tables, self.layout.block_size, device)
         token_ids = torch.from_numpy(np.asarray(batch.token_ids, dtype=np.int64)).to(device)
         hidden = self.model.forward(token_ids, step, self.cache)
         rows = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
@@ -228,19 +240,22 @@ class ModelRunner:
 
     def _count(self, slots: list[int], ids: list[tuple[int, ...]]) -> None:
         """The last thing that a step does, and nothing in it raises: one that does is run again, row by row."""
+        if not self._counting:
+            return
         for slot, row in zip(slots, ids, strict=True):
-            seen = self._held(slot).counts
-            if seen is not None:
+            if slot in self._counting:
                 for token_id in row:
-                    seen.append(token_id)
+                    self._counting[slot].append(token_id)
 
     def _score(
         self, slots: np.ndarray, step: StepLayout, hidden: torch.Tensor, faults: dict[int, str]
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         """Log-probabilities of prompt tokens, by row; rows that cannot be scored are added to `faults`."""
+        if not self._scoring:
+            return {}
         rows = {}
         for row, slot in enumerate(slots.tolist()):
-            prompt = self._held(slot).prompt
+            prompt = self._scoring.get(slot)
             if prompt is not None:
                 start, count = int(step.starts[row]), int(step.counts[row])
                 rows[row] = ScoringRow(prompt, int(step.firsts[row]), start, start + count)
@@ -312,7 +327,7 @@ def load_runner(
     num_blocks = _blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
-        backend = choose_backend(place, config.head_dim, block_size, threads)
+        backend = choose_backend(place, config.head_dim, block_size, threads, weight_dtype)
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
     try:

@@ -6,6 +6,7 @@ folder that decides what is batched.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -132,43 +133,67 @@ class StepResult:
     faults: Mapping[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class StepLayout:
     """Where the tokens of one step lie, as arrays for the kernels.
 
     Row r has `counts[r]` query tokens at absolute positions `starts[r]`, `starts[r] + 1`, …; they are tokens
-    `firsts[r]` and on of the step. `tables[r]` lists its blocks (int32, padded with 0). Per token of the step:
-    `positions` (int64), `blocks` (int64) and `offsets` (int64) say where its own key and value are written.
+    `firsts[r]` and on of the step. Its blocks are `tables[slots[r]]`, of which only as many count as its positions
+    need: the tables are the runner's own, so that a step costs nothing for what did not change. Per token of the
+    step, made when first asked for: `positions`, `blocks` and `offsets` (int64) say where its key and value go.
     """
 
-    starts: np.ndarray
-    counts: np.ndarray
-    firsts: np.ndarray
-    tables: np.ndarray
-    positions: torch.Tensor
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    def __init__(
+        self,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """starts, counts `[rows]` int32, slots `[rows]` int64, tables `[*, width]` int32; every count at least 1."""
+        assert tables.dtype == np.int32 and tables.flags.c_contiguous
+        self.starts = np.ascontiguousarray(starts, dtype=np.int32)
+        self.counts = np.ascontiguousarray(counts, dtype=np.int32)
+        self.slots = np.ascontiguousarray(slots, dtype=np.int64)
+        self.tables = tables
+        ends = np.cumsum(self.counts, dtype=np.int32)
+        self.firsts = ends - self.counts
+        self.num_tokens = int(ends[-1])
+        self._block_size = block_size
+        self._device = device
 
     @classmethod
     def make(
         cls, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, block_size: int, device: torch.device
     ) -> "StepLayout":
-        """starts, counts `[rows]`, tables `[rows, width]`, all int32; every count is at least 1."""
-        firsts = np.zeros(len(counts), dtype=np.int32)
-        np.cumsum(counts[:-1], out=firsts[1:])
-        rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(rows), dtype=np.int64) - firsts[rows] + starts[rows]
-        blocks = tables[rows, positions // block_size].astype(np.int64)
-        return cls(
-            starts=np.ascontiguousarray(starts, dtype=np.int32),
-            counts=np.ascontiguousarray(counts, dtype=np.int32),
-            firsts=firsts,
-            tables=np.ascontiguousarray(tables, dtype=np.int32),
-            positions=torch.from_numpy(positions).to(device),
-            blocks=torch.from_numpy(blocks).to(device),
-            offsets=torch.from_numpy(positions % block_size).to(device),
+        """The same with one table per row, `[rows, width]`."""
+        return cls(starts, counts, np.arange(len(starts)), tables, block_size, device)
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = np.repeat(np.arange(len(self.counts)), self.counts)
+        positions = np.arange(len(rows), dtype=np.int64) - self.firsts[rows] + self.starts[rows]
+        blocks = self.tables[self.slots[rows], positions // self._block_size].astype(np.int64)
+        positions_there, blocks_there, offsets_there = (
+            torch.from_numpy(array).to(self._device)
+            for array in (positions, blocks, positions % self._block_size)
         )
+        return positions_there, blocks_there, offsets_there
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.positions)
+    def positions(self) -> torch.Tensor:
+        return self._places[0]
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        return self._places[1]
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self._places[2]
+
+    def row_tables(self) -> np.ndarray:
+        """A copy `[rows, width]`, as wide as the longest row needs."""
+        width = int((self.starts + self.counts).max() - 1) // self._block_size + 1
+        return self.tables[self.slots, :width]

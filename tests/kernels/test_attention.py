@@ -7,7 +7,7 @@ import torch
 
 from kernels.backend import Backend, TorchBackend
 from kernels.cache import CacheLayout, PagedCache
-from kernels.native_backend import NativeBackend, load_native
+from kernels.native_backend import VARIANTS, NativeBackend, load_native
 from kernels.rope import RopeTable
 from kernels.step import StepLayout
 from tests.kernels.steps import make_step
@@ -19,7 +19,7 @@ def _variants(head_dim: int, block_size: int) -> list[Backend]:
     found: list[Backend] = [TorchBackend()]
     native = load_native()
     if native is not None and NativeBackend.fits(head_dim, block_size):
-        for name in ("avx512", "avx2", "plain"):
+        for name in VARIANTS:
             if native.use(name):
                 found.append(NativeBackend(native, 2, name))
     return found
@@ -43,21 +43,17 @@ def _case(
     cache = PagedCache(layout, 3 * blocks + 2)
     cache.tensor.fill_(float("nan"))
     table = torch.randperm(3 * blocks + 2, generator=generator)[:blocks].tolist()
-    for position in range(tokens):
-        block, offset = table[position // block_size], position % block_size
-        cache.keys(1)[block, :, :, offset] = torch.randn(kv_heads, head_dim, generator=generator).to(dtype)
-        cache.values(1)[block, :, offset] = torch.randn(kv_heads, head_dim, generator=generator).to(dtype)
+    places = torch.arange(tokens)
+    k, v = (torch.randn(tokens, kv_heads, head_dim, generator=generator) for _ in range(2))
+    cache.store(1, torch.tensor(table)[places // block_size], places % block_size, k, v)
     return torch.randn(tokens, heads, head_dim, generator=generator), table, cache
 
 
 def _plain_softmax(q: torch.Tensor, table: list[int], cache: PagedCache) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
-    k = cache.keys(1)[table].permute(1, 0, 3, 2).reshape(cache.layout.num_kv_heads, -1, head_dim)[:, :tokens]
-    v = (
-        cache.values(1)[table]
-        .permute(1, 0, 2, 3)
-        .reshape(cache.layout.num_kv_heads, -1, head_dim)[:, :tokens]
-    )
+    blocks, kv_heads = torch.tensor(table), cache.layout.num_kv_heads
+    k = cache.keys(1, blocks).permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :tokens]
+    v = cache.values(1, blocks).permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :tokens]
     group = heads // cache.layout.num_kv_heads
     k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
     scores = torch.einsum("qhd,hkd->hqk", q.double(), k) / math.sqrt(head_dim)
@@ -153,7 +149,8 @@ def test_rope_and_store(dtype: torch.dtype, with_norms: bool) -> None:
             qkv[20:].clone(), norms if with_norms else None, 1e-5, table, last, alone, 1
         )
         assert torch.equal(q_alone, q[20:])
-        assert torch.equal(alone.keys(1)[4, :, :, 1], cache.keys(1)[4, :, :, 1])
+        block = torch.tensor([4])
+        assert torch.equal(alone.keys(1, block)[..., 1], cache.keys(1, block)[..., 1])
     for q, stored in results[1:]:
         tolerance = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
         torch.testing.assert_close(q, results[0][0], atol=tolerance, rtol=tolerance)

@@ -29,8 +29,9 @@ def test_a_block_written_elsewhere_reads_the_same() -> None:
     assert not target.tensor[:4].any()
     target.write_block(0, bytes(source.block_bytes_view(2)))
     for layer in range(3):
-        assert torch.equal(target.keys(layer)[0], source.keys(layer)[2])
-        assert torch.equal(target.values(layer)[0], source.values(layer)[2])
+        there, here = torch.tensor([0]), torch.tensor([2])
+        assert torch.equal(target.keys(layer, there), source.keys(layer, here))
+        assert torch.equal(target.values(layer, there), source.values(layer, here))
 
 
 def test_wrong_sizes_and_places_are_refused() -> None:
@@ -46,13 +47,18 @@ def test_wrong_sizes_and_places_are_refused() -> None:
         PagedCache(_LAYOUT, 0)
 
 
-def test_keys_and_values_land_at_their_token() -> None:
-    cache = PagedCache(_LAYOUT, 4)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "together"), [(torch.bfloat16, 8, 2), (torch.float16, 8, 1), (torch.bfloat16, 7, 1)]
+)
+def test_keys_and_values_land_at_their_token(dtype: torch.dtype, head_dim: int, together: int) -> None:
+    layout = CacheLayout(3, 2, head_dim, 16, dtype)
+    assert layout.together == together
+    cache = PagedCache(layout, 4)
     step = make_step([(10, 10)], [[3, 1]], 16)
-    k, v = torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    k, v = torch.randn(10, 2, head_dim), torch.randn(10, 2, head_dim)
     store_kv(k, v, step, cache, layer=1)
     for token, position in enumerate(range(10, 20)):
-        block, offset = [3, 1][position // 16], position % 16
-        assert torch.equal(cache.keys(1)[block, :, :, offset], k[token].bfloat16())
-        assert torch.equal(cache.values(1)[block, :, offset], v[token].bfloat16())
+        block, offset = torch.tensor([3, 1][position // 16]), position % 16
+        assert torch.equal(cache.keys(1, block)[:, :, offset], k[token].to(dtype))
+        assert torch.equal(cache.values(1, block)[:, offset], v[token].to(dtype))
     assert not cache.tensor[:, [0, 2]].any() and not cache.tensor[[0, 2]].any()

@@ -6,7 +6,7 @@ import torch
 from kernels.activation import silu_mul
 from kernels.backend import Backend, TorchBackend
 from kernels.elementary import exp_elementwise, tree_sum
-from kernels.native_backend import NativeBackend, load_native
+from kernels.native_backend import VARIANTS, NativeBackend, load_native
 from kernels.norm import rms_norm
 
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -17,7 +17,7 @@ def _backends() -> list[Backend]:
     found: list[Backend] = [TorchBackend()]
     native = load_native()
     if native is not None:
-        found += [NativeBackend(native, 1, name) for name in ("avx512", "avx2", "plain") if native.use(name)]
+        found += [NativeBackend(native, 1, name) for name in VARIANTS if native.use(name)]
     return found
 
 

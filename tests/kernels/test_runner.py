@@ -179,6 +179,7 @@ def test_describe_separates_what_must_not_mix(tmp_path: Path) -> None:
     assert {k for k in described[0] if described[0][k] != described[2][k]} == {
         "dtype",
         "kv_dtype",
+        "kv_layout",
         "linear_policy",
         "block_bytes",
     }
