@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.servers import ServerFault
 
 CURVE_RATES = (2.5, 3.5)
+KEPT = "what is finished is kept: the same command goes on"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,12 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{', '.join(parts)}: about {minutes:.0f} minutes, results in {flags.out}", flush=True)
     if flags.estimate:
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server under test ends with us
     try:
         folder = Folder.open(flags.out, _identity(sizes, places))
         runner = Runner(folder, places, sizes, CURVE_RATES, _say)
         runner.run(parts, vllm, openvino)
     except (ServerFault, LoadFault, OtherSettings) as error:
-        print(f"against_peer: {error}\nwhat is finished is kept: the same command goes on", file=sys.stderr)
+        print(f"against_peer: {error}\n{KEPT}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nagainst_peer: ended early\n{KEPT}", file=sys.stderr)
         return 1
     return _report(folder, flags.out)
 
@@ -132,11 +138,11 @@ def _sizes(flags: argparse.Namespace) -> plan.Sizes:
 
 
 def _identity(sizes: plan.Sizes, places: Places) -> dict[str, object]:
-    """What must be the same for runs to be of one result."""
+    """What must be the same for runs to be of one result; more alternations, parts or settings may come later."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "sizes": asdict(sizes),
+        "requests": {"saturated": sizes.saturated, "curve": sizes.curve, "goodput": sizes.goodput},
         "revision": revision,
         "our_flags": list(places.our_flags),
         "peer_url": places.peer_url,

@@ -5,7 +5,7 @@
 
 Never two servers at once, and each alternation has all of them, so what drifts in the machine drifts through all of
 them alike. With `winners_only` the later alternations leave out settings of the peer that were best at no figure of
-the first: each session costs the peer's start, about a minute.
+the first, and ask the witness no more: each session costs the peer's start, about a minute.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Runner:
             yield "openvino"
         if "saturated" in session.parts:
             yield "saturated"
-            if self._has_witness:
+            if self._has_witness and (session.alternation == 1 or not self._sizes.winners_only):
                 yield "witness"
         if "curve" in session.parts:
             yield from (load_name("curve", rate) for rate in self._curve_rates)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 WANTED = 0.9
-NARROW = 1.15  # upper over lower end of an interval that is halved no more
+NARROW = 1.2  # upper over lower end of an interval that is halved no more
 LOWEST_PER_S = 0.25
 HIGHEST_PER_S = 64.0
 STEP_PER_S = 0.125  # rates are multiples of this, so that alternations meet

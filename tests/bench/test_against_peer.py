@@ -24,7 +24,7 @@ from bench.against_peer.figures import Cell, cell_of, compare
 from bench.against_peer.gguf_f16 import convert
 from bench.against_peer.plan import QUICK, Session, Side, Sizes, sessions_of
 from bench.against_peer.plots import draw
-from bench.against_peer.runs import Folder, OtherSettings
+from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.search import Point, crossing, next_rate, pooled
 from bench.against_peer.servers import ServerFault, Target, free_port, running
 from bench.load.goodput import parse_targets
@@ -217,6 +217,32 @@ def test_a_broken_run_goes_on_and_other_settings_are_refused(tmp_path: Path) -> 
     assert again.has(session, "curve@2.5") and not again.has(session, "curve@3.5")
     with pytest.raises(OtherSettings, match="another --out"):
         Folder.open(tmp_path, {"sizes": 2})
+
+
+def loads_of(session: Session, folder: Folder, sizes: Sizes) -> list[str]:
+    """What it would measure next, one after the other; a goodput point attains while the rate is below 4."""
+    places = Places(ROOT, ROOT, None, "peer", None, None, Path("/model"), ())
+    runner = Runner(folder, places, sizes, (2.5, 3.5), print)
+    loads: list[str] = []
+    while (load := runner._next(session)) is not None:
+        loads.append(load)
+        good = not load.startswith("goodput") or figures.rate_of(load) < 4.0
+        folder.keep(session, cell("vllm", "64", session.alternation, load, attained=99 * good, judged=100))
+    return loads
+
+
+def test_a_session_measures_what_is_missing_and_searches_on(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path, {})
+    first = Session("vllm", "64", 1, ("saturated", "curve", "goodput"))
+    folder.keep(first, cell("vllm", "64", 1, "curve@2.5"))
+    searched = ["goodput@2.5", "goodput@5", "goodput@3.75", "goodput@4.375"]
+    assert loads_of(first, folder, QUICK) == ["saturated", "witness", "curve@3.5", *searched]
+    second = Session("vllm", "64", 2, ("saturated", "goodput"))
+    again = ["goodput@2.5", "goodput@3.75", "goodput@4.375", "goodput@5"]
+    assert loads_of(second, folder, QUICK) == ["saturated", *again], "the same points; the witness was asked"
+    assert loads_of(first, folder, QUICK) == []
+    third = Session("vllm", "64", 3, ("saturated",))
+    assert loads_of(third, folder, Sizes()) == ["saturated", "witness"]
 
 
 # ---------------------------------------------------------------- servers
