@@ -16,6 +16,7 @@ Positive = Annotated[int, Field(gt=0, lt=1 << 62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Amount = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]  # as they travel packed
+Index = Annotated[int, Field(ge=0, lt=1 << 31)]  # the same, of a token in its answer
 
 SHORT = Field(max_length=1024)
 Word = Annotated[str, SHORT]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.bounds import FEW, SHORT, Amount, Count, Endpoint, Positive, Seconds, TokenId, Why, Word
+from common.bounds import FEW, SHORT, Amount, Count, Endpoint, Index, Positive, Seconds, TokenId, Why, Word
 from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
@@ -326,7 +326,7 @@ class TokenRow:
 
     id: RequestId
     attempt: Attempt
-    first: Count
+    first: Index
     ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: FinishReason | None = None
