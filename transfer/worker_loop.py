@@ -1,9 +1,10 @@
 """A worker's loop: drives a pure worker with sockets, a clock and the thread that runs the model.
 
-Event-driven, no polling: after each message, frame, finished step or deadline comes one turn:
-schedule the next step if none is out, then carry out what the worker wants said. The model step runs in its own
-thread; messages are taken, blocks copied and rows sent while it computes. Heartbeats leave from this loop and
-carry the age of the step that is out, so a hung kernel does not look healthy.
+Event-driven, no polling: after each message, frame, finished step or deadline comes one turn: begin a step if none is
+out, then carry out what the worker wants said. Steps run in a thread of their own, which also decides the next one
+(`stepping.py`); messages are taken, blocks copied and rows sent while it computes. Every callback here that touches the
+worker holds the lock that keeps the two apart. Heartbeats leave from this loop and carry the age of the step that is
+out, so a hung kernel does not look healthy.
 """
 
 from __future__ import annotations
@@ -12,18 +13,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from common.batching import Batch, RowResult, Sequence
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
 from common.errors import BadConfiguration
 from common.messages import (
     AboutRequest,
     Block,
     Drain,
-    Heartbeat,
     HeartbeatAck,
     Message,
     Register,
@@ -31,13 +29,14 @@ from common.messages import (
     RegistrationRefused,
     Sender,
 )
-from common.records import Records
 from common.request import Grammar, Key, WorkerId
 from kernels.cache import PagedCache
 from transfer.channel import store
 from transfer.grammar_gate import GrammarGate
 from transfer.grammars_in_use import GrammarsInUse, Holds
 from transfer.links import Links, peer_of
+from transfer.pure_worker import PureWorker, Step
+from transfer.stepping import Stepping
 
 log = logging.getLogger(__name__)
 
@@ -50,33 +49,6 @@ _OTHERWISE = (
     "KV may only pass between equals: start it with the model, dtype, block size and release of the others"
 )
 SILENCE_S = 2.5  # under the time after which the coordinator takes a silent worker for lost
-
-
-class PureWorker(Protocol):
-    """What the loop drives: `PrefillWorker` and `DecodeWorker`."""
-
-    records: Records
-    draining: bool
-
-    @property
-    def idle(self) -> bool: ...
-    def handle(self, message: Message, sender: WorkerId, now: float) -> list[Effect]: ...
-    def peer_gone(self, worker: WorkerId, now: float) -> list[Effect]: ...
-    def place(self, header: Block, sender: WorkerId) -> int | None: ...
-    def block(self, header: Block, sender: WorkerId, good: bool, now: float) -> int | None: ...
-    def schedule(self, now: float) -> Batch | None: ...
-    def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]: ...
-    def fail_row(self, seq: Sequence, reason: str, now: float) -> list[Effect]: ...
-    def turn(self, now: float) -> list[Effect]: ...
-    def next_deadline(self) -> float | None: ...
-    def heartbeat(self, progress_age_s: float) -> Heartbeat: ...
-    def abort(self, key: Key, reason: str, now: float) -> list[Effect]: ...
-    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]: ...
-    def live_keys(self) -> list[Key]: ...
-
-
-Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
-"""Runs a batch: a result per row, and for rows that could not be computed, their index and why."""
 
 
 class Grammars(Holds, Protocol):
@@ -101,7 +73,8 @@ class WorkerLoop:
         shutdown_timeout_s: float,
     ) -> None:
         self._node = node
-        self._step = step
+        self._stepping = Stepping(node, step, self._tell_loop)
+        self._lock = self._stepping.lock
         self._grammars = grammars
         self._gate = GrammarGate()
         self._in_use = GrammarsInUse(grammars)
@@ -111,8 +84,7 @@ class WorkerLoop:
         links.computing = self._step_wants_our_cores
         self._card = card
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._step_started: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._registered = asyncio.Event()
         self._changed = asyncio.Event()  # something ended: whoever waits for idleness looks again
@@ -127,7 +99,8 @@ class WorkerLoop:
 
     async def run(self, coordinator: str) -> None:
         """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
-        self._failure = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._failure = self._loop.create_future()
         self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block, self._peer_gone)
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._asked_to_stop.wait())
@@ -144,8 +117,8 @@ class WorkerLoop:
             stopping.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+            self._stepping.end()
             await self._links.close()
-            self._model_thread.shutdown(wait=False, cancel_futures=True)
             self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
@@ -164,11 +137,12 @@ class WorkerLoop:
 
     async def _drain(self) -> None:
         """No new work; what runs gets its time, what is left then is aborted, so that it goes on elsewhere."""
-        self._node.draining = True
-        for message, sender in self._gate.let_all_go():
-            self._hand(message, sender)
-        self._send_heartbeat()
-        left = len(self._node.live_keys())
+        with self._lock:
+            self._node.draining = True
+            for message, sender in self._gate.let_all_go():
+                self._hand(message, sender)
+            self._send_heartbeat()
+            left = len(self._node.live_keys())
         log.info("draining; requests under way: %d, %.1f s at most for them", left, self._time_left_s())
         while not self._node.idle and not self._stop_at_once:
             left_s = self._time_left_s()
@@ -179,10 +153,11 @@ class WorkerLoop:
                 await asyncio.wait_for(self._changed.wait(), min(0.5, left_s))
             except TimeoutError:
                 self._send_heartbeat()
-        for key in self._node.live_keys():
-            self._carry_out(self._node.abort(key, "the worker shuts down", time.monotonic()))
-        self._carry_out(self._node.turn(time.monotonic()))
-        self._send_heartbeat()
+        with self._lock:
+            for key in self._node.live_keys():
+                self._carry_out(self._node.abort(key, "the worker shuts down", time.monotonic()))
+            self._carry_out(self._node.turn(time.monotonic()))
+            self._send_heartbeat()
 
     async def _beat(self) -> None:
         """Heartbeats; while they stay unanswered, registrations too: the coordinator may be another one by now."""
@@ -214,14 +189,20 @@ class WorkerLoop:
         self._links.reconnect_control()
 
     def _send_heartbeat(self) -> None:
-        started = self._step_started
-        age_s = 0.0 if started is None else time.monotonic() - started
-        self._links.to_coordinator(self._node.heartbeat(age_s))
-        self._in_use.still_there(self._node.live_keys())
+        with self._lock:
+            started = self._stepping.started
+            age_s = 0.0 if started is None else time.monotonic() - started
+            self._links.to_coordinator(self._node.heartbeat(age_s))
+            self._in_use.still_there(self._node.live_keys())
 
     # ------------------------------------------------------------ coming in
 
     def _from_coordinator(self, message: Message, sender: Sender) -> None:
+        with self._lock:
+            self._hear_coordinator(message, sender)
+            self._turn()
+
+    def _hear_coordinator(self, message: Message, sender: Sender) -> None:
         match message:
             case Registered():
                 self._answered_at = time.monotonic()
@@ -245,11 +226,10 @@ class WorkerLoop:
                 self._begin_drain(message.deadline_s)
             case _:
                 self._take(message, WorkerId(sender.name))
-        self._turn()
 
     def _step_wants_our_cores(self) -> bool:
         """One on a device leaves them to us."""
-        return self._step_started is not None and self._card.device == "cpu"
+        return self._stepping.started is not None and self._card.device == "cpu"
 
     def _say_limit(self, tokens: int) -> None:
         log.info("registered; longest prompt and answer together: %d tokens", tokens)
@@ -272,12 +252,14 @@ class WorkerLoop:
     def _from_peer(self, message: Message, sender: Sender) -> None:
         """From a prefill worker, or the answer of the decode worker that was spoken to."""
         answer = self._card.role == "prefill"
-        self._take(message, WorkerId(sender.name) if answer else peer_of(sender))
-        self._turn()
+        with self._lock:
+            self._take(message, WorkerId(sender.name) if answer else peer_of(sender))
+            self._turn()
 
     def _peer_gone(self, worker: WorkerId) -> None:
-        self._carry_out(self._node.peer_gone(worker, time.monotonic()))
-        self._turn()
+        with self._lock:
+            self._carry_out(self._node.peer_gone(worker, time.monotonic()))
+            self._turn()
 
     def _take(self, message: Message, sender: WorkerId) -> None:
         """Hands it to the worker, now or when its grammar is compiled."""
@@ -314,49 +296,42 @@ class WorkerLoop:
         if error is not None:
             log.error("a grammar's compile raised", exc_info=error)
         fault = future.result() if error is None else "could not be compiled here"
-        released, effects = self._gate.compiled(grammar, fault)
-        self._carry_out(effects)
-        for message, sender in released:
-            self._hand(message, sender)
-        self._turn()
+        with self._lock:
+            released, effects = self._gate.compiled(grammar, fault)
+            self._carry_out(effects)
+            for message, sender in released:
+                self._hand(message, sender)
+            self._turn()
 
     def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
         worker, now = peer_of(sender), time.monotonic()
-        try:
-            place = self._node.place(header, worker)
-            good = place is None or store(self._cache, place, source, header)
-            self._node.block(header, worker, good, now)
-        except Exception as error:
-            self._carry_out(self._blame(header.key, error, now))
-        self._turn()
+        with self._lock:  # between asking for the place and filling it no other step may be decided
+            try:
+                place = self._node.place(header, worker)
+                good = place is None or store(self._cache, place, source, header)
+                self._node.block(header, worker, good, now)
+            except Exception as error:
+                self._carry_out(self._blame(header.key, error, now))
+            self._turn()
 
     # ------------------------------------------------------------ one turn
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        if self._step_started is None:
-            batch = self._node.schedule(now)
-            if batch is not None:
-                self._step_started = now
-                loop = asyncio.get_running_loop()
-                done = loop.run_in_executor(self._model_thread, self._step, batch)
-                done.add_done_callback(lambda future: self._step_done(batch, future))
-        self._carry_out(self._node.turn(now) + self._gate.expire(now))
-        self._set_timer(now)
+        with self._lock:
+            now = time.monotonic()
+            self._stepping.begin(now)
+            self._carry_out(self._node.turn(now) + self._gate.expire(now))
+            self._set_timer(now)
         self._changed.set()
 
-    def _step_done(self, batch: Batch, future: asyncio.Future[tuple[Seq[RowResult], dict[int, str]]]) -> None:
-        if future.cancelled():
-            return
-        now = time.monotonic()
-        assert self._step_started is not None
-        step_s, self._step_started = now - self._step_started, None
-        results, failed = future.result()
-        effects: list[Effect] = []
-        for index, reason in failed.items():
-            effects += self._node.fail_row(batch.rows[index], reason, now)
-        self._carry_out(effects + self._node.finish(batch, results, step_s, now))
+    def _tell_loop(self) -> None:
+        """From the model thread: a step is over."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._stepped)
+
+    def _stepped(self) -> None:
         self._turn()
+        self._stepping.raise_fault()
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:
@@ -368,7 +343,8 @@ class WorkerLoop:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, deadline - now), self._turn)
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        """After what finished steps have to say, which was decided before."""
+        for effect in (*self._stepping.take_said(), *effects):
             match effect:
                 case ToFront(front, message):
                     self._links.to_front(front, message)

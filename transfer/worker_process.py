@@ -41,9 +41,10 @@ from transfer.addresses import address_towards
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links
 from transfer.own_channels import receiving_ends, sending_ends
+from transfer.pure_worker import PureWorker
 from transfer.segment import PoolSegment
 from transfer.sockets import allow_open_files
-from transfer.worker_loop import PureWorker, WorkerLoop
+from transfer.worker_loop import WorkerLoop
 
 log = logging.getLogger(__name__)
 

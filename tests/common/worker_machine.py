@@ -29,7 +29,7 @@ from common.messages import (
 )
 from common.request import Attempt, Key, Request, WorkerId, pack_ids
 from tests.common.stepping import COORDINATOR, check_whole, make_core, model_for, prompt, request
-from transfer.worker_loop import PureWorker
+from transfer.pure_worker import PureWorker
 
 POOL = 20
 SLOTS = 3

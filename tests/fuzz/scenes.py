@@ -43,7 +43,8 @@ from tests.transfer.pair import BLOCK_SIZE
 from tests.transfer.test_worker_loop import NoGrammars
 from transfer.inbox import identity
 from transfer.links import Links
-from transfer.worker_loop import Step, WorkerLoop
+from transfer.pure_worker import Step
+from transfer.worker_loop import WorkerLoop
 
 BLOCK = 1024
 BLOCKS = 128
