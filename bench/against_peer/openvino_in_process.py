@@ -1,7 +1,8 @@
 """OpenVINO GenAI's continuous batching, called in process: so many requests at once until all are answered.
 
 Run by the Python of OpenVINO's own venv, which has nothing of kvferry: openvino_in_process.py GGUF BUDGET REQUESTS.
-Prints one line of JSON. No HTTP and no client beside it: that is in its favour.
+Prints one line of JSON. No HTTP and no client beside it, and a KV cache of the precision that it chooses itself: both
+are in its favour.
 """
 
 from __future__ import annotations

@@ -73,16 +73,18 @@ def _goodput(cells: Sequence[Cell], path: Path) -> Path:
     for (side, setting), points in pooled_goodput(cells).items():
         bounds = [wilson(point.attained, point.judged) for point in points.values()]
         shares = [bound.value for bound in bounds]
-        spread = [[b.value - b.low for b in bounds], [b.high - b.value for b in bounds]]
+        # At a share of 1 the upper bound is 1 but for rounding.
+        spread = [[max(0.0, b.value - b.low) for b in bounds], [max(0.0, b.high - b.value) for b in bounds]]
         style = "-" if side == "kvferry" else "--"
-        name = side if (side, setting) == ("kvferry", "pools") else f"{side} {setting}"
-        axes.errorbar(list(points), shares, yerr=spread, fmt=f"o{style}", capsize=3, label=name)
+        pools = (side, setting) == ("kvferry", "pools")
+        name, color = (side, OURS) if pools else (f"{side} {setting}", None)
+        axes.errorbar(list(points), shares, yerr=spread, fmt=f"o{style}", color=color, capsize=3, label=name)
     axes.axhline(WANTED, color="gray", linewidth=0.8)
     axes.set(
         xlabel="requests/s offered", ylabel="share with TTFT ≤ 500 ms and every gap ≤ 75 ms", ylim=(0, 1.02)
     )
     axes.set_xlim(left=0)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return _save(figure, path)
 
 
