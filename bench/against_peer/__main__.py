@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from bench.against_peer import figures, plan
 from bench.against_peer.clients import LoadFault
 from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.servers import ServerFault
+from bench.load.surroundings import surroundings
 
 CURVE_RATES = (2.5, 3.5)
+QUIET = 1.0  # load average
 KEPT = "what is finished is kept: the same command goes on"
 
 
@@ -38,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{', '.join(parts)}: about {minutes:.0f} minutes, results in {flags.out}", flush=True)
     if flags.estimate:
         return 0
+    if (busy := os.getloadavg()[0]) > QUIET:
+        print(f"this machine computes something else (load {busy:.1f}): the figures will tell of that too")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server under test ends with us
     try:
         folder = Folder.open(flags.out, _identity(sizes, places))
@@ -69,6 +74,7 @@ def _report(folder: Folder, out: Path) -> int:
     found = {
         "format": "kvferry-against-peer-1",
         "settings": folder.identity,
+        "surroundings": surroundings(),
         "rows": [asdict(row) for row in rows],
         "cells": [asdict(cell) for cell in cells],
     }
@@ -139,7 +145,8 @@ def _sizes(flags: argparse.Namespace) -> plan.Sizes:
 
 def _identity(sizes: plan.Sizes, places: Places) -> dict[str, object]:
     """What must be the same for runs to be of one result; more alternations, parts or settings may come later."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    code = (":/common", ":/kernels", ":/transfer", ":/prefill_node", ":/decode_node", ":/coordinator")
+    git = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", *code]
     revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "requests": {"saturated": sizes.saturated, "curve": sizes.curve, "goodput": sizes.goodput},

@@ -39,7 +39,7 @@ class Target:
 def kvferry_command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     """Default flags but for those given. One that is given last wins."""
     command = [sys.executable, "-m", "coordinator.cli", "serve", "--model", str(model), "--port", str(port)]
-    return [*command, "--log-level", "warning", *flags]
+    return [*command, *flags]
 
 
 def vllm_command(peers: Path, venv: Path, model: Path, port: int, flags: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ def test_every_alternation_has_every_server_and_ours_first() -> None:
             *(("vllm", budget) for budget in ("64", "128", "256", "default")),
             ("openvino", "256"),
             ("openvino", "512"),
-            *(("kvferry", name) for name in ("collocated", "dynamic", "static")),
+            *(("kvferry", name) for name in ("collocated", "collocated-128", "dynamic", "static")),
         ]
         assert len({session.name for session in sessions}) == len(sessions)
 
@@ -54,7 +54,7 @@ def test_every_alternation_has_every_server_and_ours_first() -> None:
 def test_a_part_brings_what_it_is_compared_with() -> None:
     (ours, theirs) = sessions_of(1, ("openvino",), ("64",), ("256",))
     assert ours.parts == ("saturated",) and theirs.parts == ("openvino",)
-    assert [s.parts for s in sessions_of(1, ("baselines",), ("64",), ("256",))] == [("goodput",)] * 4
+    assert [s.parts for s in sessions_of(1, ("baselines",), ("64",), ("256",))] == [("goodput",)] * 5
     assert sessions_of(1, ("curve",), ("default",), ())[1].flags == ()
     assert sessions_of(1, ("curve",), ("64",), ())[1].flags == ("--max-num-batched-tokens", "64")
 
