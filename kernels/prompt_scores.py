@@ -7,11 +7,10 @@ times a vocabulary of 49,152 would be 100 MB of fp32 logits, hence slices; the h
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kernels.model import CausalModel
-from kernels.sampling import logprobs
+from kernels.sampler import Sampler
 from kernels.step import TokenLogprob
 
 SLICE_ROWS = 64
@@ -41,7 +40,7 @@ class ScoringRow:
 
 
 def score(
-    model: CausalModel, hidden: torch.Tensor, rows: Sequence[ScoringRow]
+    model: CausalModel, sampler: Sampler, hidden: torch.Tensor, rows: Sequence[ScoringRow]
 ) -> list[tuple[TokenLogprob, ...] | None]:
     """hidden `[tokens, hidden]` of the step. Per row one entry for each target, in order; None where the model's
     logits are not finite: an overflow must not become a probability."""
@@ -56,10 +55,10 @@ def score(
         part = wanted[at : at + SLICE_ROWS]
         places = torch.tensor([place for _, place, _, _ in part], device=hidden.device)
         logits = model.logits(hidden[places]).cpu().numpy()
-        finite = np.isfinite(logits.max(axis=1))  # NaN wins a max
-        for (number, _, token_id, top), row_logits, good in zip(part, logits, finite, strict=True):
-            if good:
-                said[number].append(logprobs(row_logits, token_id, top))
-            else:
+        token_ids, tops = [token_id for _, _, token_id, _ in part], [top for _, _, _, top in part]
+        for (number, *_), scored in zip(part, sampler.score(logits, token_ids, tops), strict=True):
+            if scored is None:
                 broken[number] = True
+            else:
+                said[number].append(scored)
     return [None if bad else tuple(row) for bad, row in zip(broken, said, strict=True)]

@@ -20,7 +20,8 @@ from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, 
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
 from kernels.prompt_scores import PromptToScore, ScoringRow, score
-from kernels.sampling import Draw, TokenCounts, needs_counts, sample
+from kernels.sampler import choose_sampler
+from kernels.sampling import Draw, TokenCounts, needs_counts
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
 
@@ -59,6 +60,7 @@ class ModelRunner:
         self._threads = threads
         self._revision = revision
         self.grammars = grammars
+        self._sampler = choose_sampler()
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         table_width = -(-max_model_len // cache.layout.block_size)
         self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
@@ -226,14 +228,16 @@ class ModelRunner:
                 rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), newest.tolist()
             )
             logits = logits_there.cpu().numpy()
-            finite = np.isfinite(logits.max(axis=1))  # NaN wins a max
-            faults |= {int(row): "its logits are not finite" for row in rows[~finite]}
-            whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
-            rows, logits = rows[whole], logits[whole]
-            outputs = sample(logits, [draws[row] for row in rows.tolist()])
-            for row, (token_id, logprob) in zip(rows.tolist(), outputs, strict=True):
-                ids[row] = (token_id,)
-                logprobs[row] = None if logprob is None else (logprob,)
+            if faults:
+                whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
+                rows, logits = rows[whole], logits[whole]
+            outputs = self._sampler.sample(logits, [draws[row] for row in rows.tolist()])
+            for row, sampled in zip(rows.tolist(), outputs, strict=True):
+                if sampled is None:
+                    faults[row] = "its logits are not finite"
+                else:
+                    ids[row] = (sampled[0],)
+                    logprobs[row] = None if sampled[1] is None else (sampled[1],)
         prompts = self._score(slots, step, hidden, faults)
         self._count(slots.tolist(), ids)
         return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
@@ -260,7 +264,9 @@ class ModelRunner:
                 start, count = int(step.starts[row]), int(step.counts[row])
                 rows[row] = ScoringRow(prompt, int(step.firsts[row]), start, start + count)
         prompts = {}
-        for row, said in zip(rows, score(self.model, hidden, list(rows.values())), strict=True):
+        for row, said in zip(
+            rows, score(self.model, self._sampler, hidden, list(rows.values())), strict=True
+        ):
             if said is None:
                 faults[row] = "its logits are not finite"
             elif said:

@@ -1,13 +1,18 @@
-"""From fp32 logits to tokens and log-probabilities, each row by itself.
+"""From fp32 logits to tokens and log-probabilities, each row by itself: the rules, and their arithmetic in numpy.
 
 Order: repetition, presence and frequency penalties, logit bias, min-tokens ban, grammar mask, temperature, top-k,
-top-p, min-p; then one uniform number picks the first id whose cumulative probability, in id order and float64,
-exceeds it. Greedy takes the lowest id among the best. So a token is a function of logits, settings, seed and index.
+top-p, min-p; then one uniform number picks the first id whose cumulative weight, in id order, exceeds its share of
+the whole. Greedy takes the lowest id among the best. So a token is a function of logits, settings, seed and index.
 
-Why numpy row by row: the length of a row is the only thing its sums then depend on. Ties in top-k and top-p go to
-the lower id, so that the kept set is a function too.
+A weight is exp(x - best) as a whole number of units of 2^-44, the exponential a fixed series in float64. Why whole
+numbers: their sums are exact, so no order of adding can matter, and the C of `kernels/native/sampling.c`, which
+gives the same bits, may add in lanes. What is below 3e-14 of the best weighs nothing. Ids of equal weight come in
+their own order, so that what top-k and top-p keep is a function too.
+
+On processors of one kind and one C library the two also give equal log-probabilities (both take `log` from there).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,33 +23,59 @@ from kernels.step import SamplingLike, TokenLogprob
 
 GREEDY_BELOW = 1e-5
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+MAX_VOCAB = 1 << 18  # of whole weights that many fit into 64 bits
+UNIT = 1 << 44
 _SORTED_FIRST = 1024
+
+Sampled = tuple[int, TokenLogprob | None]
 
 
 class TokenCounts:
-    """Which tokens one sequence has seen, for penalties: its prompt as a set, its outputs with counts."""
+    """Which tokens one sequence has seen, for penalties: distinct ids, and how often each is among its outputs."""
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], outputs: Sequence[int]) -> None:
-        self._outputs = np.zeros(vocab_size, dtype=np.int32)
-        np.add.at(self._outputs, np.asarray(outputs, dtype=np.int64), 1)
-        self._seen = np.zeros(vocab_size, dtype=bool)
-        self._seen[np.asarray(prompt, dtype=np.int64)] = True
-        self._seen[np.asarray(outputs, dtype=np.int64)] = True
+        ids = np.unique(np.asarray([*prompt, *outputs], dtype=np.int32))
+        room = min(2 * len(ids) + 16, vocab_size)
+        self._ids = np.zeros(room, dtype=np.int32)
+        self._outputs = np.zeros(room, dtype=np.int32)
+        self._ids[: len(ids)] = ids
+        self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
+        self._vocab_size = vocab_size
+        for token_id in outputs:
+            self.append(token_id)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32, distinct; the first `len` of them count."""
+        return self._ids
+
+    @property
+    def outputs(self) -> np.ndarray:
+        """int32, per id: how many outputs; 0 is in the prompt only."""
+        return self._outputs
 
     def append(self, token_id: int) -> None:
-        self._outputs[token_id] += 1
-        self._seen[token_id] = True
+        """One more output."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            room = min(2 * place, self._vocab_size)
+            self._ids = np.resize(self._ids, room)
+            self._outputs = np.concatenate([self._outputs, np.zeros(room - place, dtype=np.int32)])
+        self._ids[place] = token_id
+        self._outputs[place] += 1
 
     def penalize(self, logits: np.ndarray, sampling: SamplingLike) -> None:
         """In place. Repetition: prompt and outputs; presence and frequency: outputs only, as OpenAI and vLLM do."""
+        ids, outputs = self._ids[: len(self)], self._outputs[: len(self)]
         if sampling.repetition_penalty != 1.0:
             penalty = np.float32(sampling.repetition_penalty)
-            ids = np.flatnonzero(self._seen)
             seen = logits[ids]
             logits[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            ids = np.flatnonzero(self._outputs)
-            counts = self._outputs[ids].astype(np.float32)
+            ids, counts = ids[outputs > 0], outputs[outputs > 0].astype(np.float32)
             logits[ids] -= np.float32(sampling.frequency_penalty) * counts
             logits[ids] -= np.float32(sampling.presence_penalty)
 
@@ -80,25 +111,48 @@ class Draw:
         return self.counts is not None or biased or self.bans_ends or self.allowed is not None
 
 
-def sample(logits: np.ndarray, draws: Sequence[Draw]) -> list[tuple[int, TokenLogprob | None]]:
-    """logits `[rows, vocab]` fp32, left unchanged. One token per row, with log-probabilities where asked."""
-    drawn = [row for row, draw in enumerate(draws) if not draw.greedy]
+class NumpySampler:
+    """`Sampler` in numpy, row by row: the reference, and what runs where the extension was not built."""
+
+    name = "numpy"
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled | None]:
+        return sample(logits, draws)
+
+    def score(
+        self, logits: np.ndarray, token_ids: Sequence[int], tops: Sequence[int]
+    ) -> list[TokenLogprob | None]:
+        return [
+            logprobs(row, token_id, top) if _is_finite(row) else None
+            for row, token_id, top in zip(logits, token_ids, tops, strict=True)
+        ]
+
+
+def sample(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled | None]:
+    """logits `[rows, vocab]` fp32, left unchanged. Per row its token, with log-probabilities where asked; None
+    where the logits are not finite (NaN, or a best one that is no number): an overflow must not become a token."""
+    assert logits.shape[1] <= MAX_VOCAB
     numbers = uniforms(
-        [draws[row].sampling.seed for row in drawn],
-        [draws[row].output_index for row in drawn],
-        [draws[row].sampling.child for row in drawn],
+        [draw.sampling.seed for draw in draws],
+        [draw.output_index for draw in draws],
+        [draw.sampling.child for draw in draws],
     )
-    number_of = dict(zip(drawn, numbers.tolist(), strict=True))
-    results: list[tuple[int, TokenLogprob | None]] = []
-    for row, draw in enumerate(draws):
-        adjusted = adjust(logits[row], draw) if draw.changes_logits else logits[row]
-        if draw.greedy:
-            token_id = int(np.argmax(adjusted))  # the first of equals
-        else:
-            token_id = pick(adjusted, draw.sampling, number_of[row])
-        asked = draw.sampling.logprobs
-        results.append((token_id, None if asked is None else logprobs(logits[row], token_id, asked)))
-    return results
+    return [
+        _sample_row(row, draw, number) if _is_finite(row) else None
+        for row, draw, number in zip(logits, draws, numbers.tolist(), strict=True)
+    ]
+
+
+def _is_finite(row: np.ndarray) -> bool:
+    return bool(np.isfinite(row.max()))  # NaN wins a max
+
+
+def _sample_row(logits: np.ndarray, draw: Draw, number: float) -> Sampled:
+    adjusted = adjust(logits, draw) if draw.changes_logits else logits
+    # argmax gives the first of equals
+    token_id = int(np.argmax(adjusted)) if draw.greedy else pick(adjusted, draw.sampling, number)
+    asked = draw.sampling.logprobs
+    return token_id, None if asked is None else logprobs(logits, token_id, asked)
 
 
 def adjust(logits: np.ndarray, draw: Draw) -> np.ndarray:
@@ -116,33 +170,60 @@ def adjust(logits: np.ndarray, draw: Draw) -> np.ndarray:
 
 
 def pick(logits: np.ndarray, sampling: SamplingLike, number: float) -> int:
-    """The token that `number` in [0, 1) falls on, after temperature, top-k, top-p and min-p."""
-    scaled = logits / np.float32(sampling.temperature)
-    best = scaled.max()
-    if not np.isfinite(best):  # nothing to weigh: an overflow, or a row that is lost anyway
+    """The token that `number`, a multiple of 2^-53 in [0, 1), falls on, after temperature, top-k, top-p and min-p."""
+    with np.errstate(over="ignore"):
+        scaled = logits / np.float32(sampling.temperature)
+    if not np.isfinite(scaled.max()):  # nothing to weigh: an overflow, or all is forbidden
         return int(np.argmax(logits))
-    weights = np.exp((scaled - best).astype(np.float64))
-    ids = keep(scaled, weights, sampling)
-    if ids is not None:
-        weights = weights[ids]
-    cumulative = np.cumsum(weights)
-    place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    # number < 1, but its product with the sum can round up to the sum
-    place = min(place, int(np.flatnonzero(weights)[-1])) if place >= len(weights) else place
-    return place if ids is None else int(ids[place])
+    weights = keep(weigh(scaled), sampling)
+    target = (int(number * 2**53) * int(weights.sum())) >> 53
+    return int(np.searchsorted(np.cumsum(weights), target, side="right"))
 
 
-def keep(scaled: np.ndarray, weights: np.ndarray, sampling: SamplingLike) -> np.ndarray | None:
-    """Ids that top-k, top-p and min-p leave, ascending; None where they leave all. The best is always left."""
-    ids: np.ndarray | None = None
-    if 0 < sampling.top_k < len(scaled):
-        ids = _best(scaled, sampling.top_k)
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = (
+    6.93147180369123816490e-01,
+    1.90821492927058770002e-10,
+)  # 32 bits, so that n * high is exact
+_TO_WHOLE = 1.5 * 2.0**52  # what is added to it is rounded to a whole number
+_TO_UNITS = np.float64(1.5 * 2.0**8)  # … to a multiple of 2^-44, and its bits then count them
+_LOWEST_EXPONENT = -40.0  # weighs nothing, as does minus infinity
+_SERIES = [1.0 / math.factorial(k) for k in range(11, -1, -1)]  # of exp up to |ln 2| / 2, to 7e-15
+
+
+def weigh(scaled: np.ndarray) -> np.ndarray:
+    """fp32 to exp(x - best) in units of 2^-44, int64. Each operation is rounded once, as in C."""
+    y = scaled.astype(np.float64)
+    y -= y.max()
+    np.maximum(y, _LOWEST_EXPONENT, out=y)
+    shifted = y * _LOG2_E + _TO_WHOLE
+    n = shifted - _TO_WHOLE
+    y -= n * _LN2_HIGH
+    y -= n * _LN2_LOW
+    series = np.full_like(y, _SERIES[0])
+    for coefficient in _SERIES[1:]:
+        series *= y
+        series += coefficient
+    power = ((shifted.view(np.int64) + 1023) << 52).view(np.float64)  # 2^n
+    weights: np.ndarray = (series * power + _TO_UNITS).view(np.int64) - _TO_UNITS.view(np.int64)
+    return weights
+
+
+def keep(weights: np.ndarray, sampling: SamplingLike) -> np.ndarray:
+    """Zero for what top-k, top-p and min-p take away. The best is always left."""
+    if 0 < sampling.top_k < len(weights):
+        weights = _only(weights, _best(weights, sampling.top_k))
     if sampling.top_p < 1.0:
-        ids = _nucleus(scaled, weights, ids, sampling.top_p)
+        weights = _only(weights, _nucleus(weights, sampling.top_p))
     if sampling.min_p > 0.0:
-        ids = np.arange(len(scaled)) if ids is None else ids
-        ids = ids[weights[ids] >= sampling.min_p]  # the best has weight 1
-    return None if ids is None else np.sort(ids)
+        weights = np.where(weights >= min(math.ceil(sampling.min_p * UNIT), UNIT), weights, 0)
+    return weights
+
+
+def _only(weights: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    kept = np.zeros_like(weights)
+    kept[ids] = weights[ids]
+    return kept
 
 
 def _best(values: np.ndarray, count: int) -> np.ndarray:
@@ -153,28 +234,23 @@ def _best(values: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate([above[np.argsort(-values[above], kind="stable")], equal])
 
 
-def _nucleus(scaled: np.ndarray, weights: np.ndarray, ids: np.ndarray | None, top_p: float) -> np.ndarray:
-    """The fewest best ids whose weights reach `top_p` of what top-k left, the one that crosses included."""
-    total = weights.sum() if ids is None else weights[np.sort(ids)].sum()
-    wanted = top_p * total
-    if ids is None:
-        # A sort of a whole vocabulary takes 4 ms; the nucleus is nearly always among the first thousand.
-        ids = _best(scaled, min(_SORTED_FIRST, len(scaled)))
-        if weights[ids].cumsum()[-1] < wanted:
-            ids = np.argsort(-scaled, kind="stable")
-    reached = np.searchsorted(weights[ids].cumsum(), wanted, side="left")
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """The fewest best ids whose weights reach `top_p` of the whole, the one that crosses included."""
+    wanted = math.ceil(top_p * float(weights.sum()))
+    # A sort of a whole vocabulary takes 4 ms; the nucleus is often among the first thousand.
+    ids = _best(weights, min(_SORTED_FIRST, len(weights)))
+    if weights[ids].sum() < wanted:
+        ids = np.argsort(-weights, kind="stable")
+    reached = np.searchsorted(np.cumsum(weights[ids]), wanted, side="left")
     return ids[: int(reached) + 1]
 
 
 def logprobs(logits: np.ndarray, token_id: int, top: int) -> TokenLogprob:
-    """Log-softmax of the model's own logits (before penalties and temperature, as vLLM reports by default)."""
-    wide = logits.astype(np.float64)
-    best = wide.max()
-    broken = not np.isfinite(best)  # an overflow: there is no distribution to speak of
-    normalizer = 0.0 if broken else best + np.log(np.exp(wide - best).sum())
+    """Log-softmax of the model's own finite logits (before penalties and temperature, as vLLM reports by default)."""
+    normalizer = float(logits.max()) + math.log(float(weigh(logits).sum()) / UNIT)
 
     def value(index: int) -> float:
-        return LOWEST_LOGPROB if broken else max(float(wide[index] - normalizer), LOWEST_LOGPROB)
+        return max(float(logits[index]) - normalizer, LOWEST_LOGPROB)
 
     ids = _best(logits, min(top, len(logits))) if top else ()
     return TokenLogprob(token_id, value(token_id), tuple((int(index), value(int(index))) for index in ids))

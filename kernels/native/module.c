@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "linear_module.h"
 #include "rows.h"
+#include "sampling.h"
 
 #define ADDRESS(type, number) ((type)(uintptr_t)(number))
 typedef unsigned long long address;
@@ -119,6 +120,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernels._native", NU
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *created = PyModule_Create(&module);
-    if (created && (add_linear(created) < 0 || add_blocks(created) < 0)) Py_CLEAR(created);
+    if (created && (add_linear(created) < 0 || add_blocks(created) < 0 || add_sampling(created) < 0)) Py_CLEAR(created);
     return created;
 }

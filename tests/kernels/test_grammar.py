@@ -17,7 +17,8 @@ from common.request import Grammar
 from kernels import grammar as grammars
 from kernels.grammar import BadGrammar, GrammarCompiler, GrammarFault, end_ids
 from kernels.runner import NO_GRAMMARS, ModelRunner, load_runner
-from kernels.sampling import Draw, TokenCounts, adjust, sample
+from kernels.sampler import choose_sampler
+from kernels.sampling import Draw, Sampled, TokenCounts, adjust
 from kernels.step import TokenLogprob
 from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
 
@@ -282,13 +283,19 @@ def test_timing(compiler: GrammarCompiler) -> None:
 # ---------------------------------------------------------------- masks and the other rules of sampling
 
 
+def sample_one(logits: np.ndarray, draw: Draw) -> Sampled:
+    [sampled] = choose_sampler().sample(logits[None], [draw])
+    assert sampled is not None
+    return sampled
+
+
 def test_min_tokens_gives_way_where_only_the_end_is_left() -> None:
     logits = np.array([5, 4, 3, 2], dtype=np.float32)
     only_end, end_or_one = np.array([0, 0, 0, 1], dtype=bool), np.array([0, 1, 0, 1], dtype=bool)
     asked = Sampling(min_tokens=9, end_token_ids=(3,), logit_bias=((3, 50.0),))
-    assert sample(logits[None], [Draw(asked, 0, None, only_end)])[0][0] == 3
-    assert sample(logits[None], [Draw(asked, 0, None, end_or_one)])[0][0] == 1
-    assert sample(logits[None], [Draw(asked, 9, None, end_or_one)])[0][0] == 3
+    assert sample_one(logits, Draw(asked, 0, None, only_end))[0] == 3
+    assert sample_one(logits, Draw(asked, 0, None, end_or_one))[0] == 1
+    assert sample_one(logits, Draw(asked, 9, None, end_or_one))[0] == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])
@@ -310,11 +317,11 @@ def test_no_setting_leads_out_of_the_grammar(temperature: float) -> None:
             logprobs=1,
         )
         counts = TokenCounts(64, [1, 2], [int(np.flatnonzero(allowed)[0])] * 9)
-        [(token_id, logprob)] = sample(logits[None], [Draw(asked, index, counts, allowed)])
+        token_id, logprob = sample_one(logits, Draw(asked, index, counts, allowed))
         assert allowed[token_id]
         plain = dataclasses.replace(asked, logit_bias=(), temperature=0.0)
         assert logprob is not None
-        [(best, unmasked)] = sample(logits[None], [Draw(plain, index)])
+        best, unmasked = sample_one(logits, Draw(plain, index))
         assert unmasked is not None and logprob.top == unmasked.top, "log-probabilities are the model's own"
         assert best == logprob.top[0][0]
 

@@ -1,4 +1,5 @@
-"""The sampler against a plain reference written from the rules, one row at a time, without any of its shortcuts."""
+"""Every sampler against a plain reference written from the rules, one row at a time, without any of their shortcuts;
+and the native one, in each of its variants, against numpy, bit for bit."""
 
 import dataclasses
 import math
@@ -8,9 +9,33 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from kernels.native_backend import load_native
+from kernels.native_sampling import NativeSampler
 from kernels.philox import uniforms
-from kernels.sampling import Draw, TokenCounts, adjust, logprobs, needs_counts, pick, sample
+from kernels.sampler import Sampler, choose_sampler
+from kernels.sampling import Draw, NumpySampler, Sampled, TokenCounts, adjust, needs_counts, pick
+from kernels.step import TokenLogprob
 from tests.kernels.driving import Sampling
+
+
+def _samplers() -> list[Sampler]:
+    native = load_native()
+    if native is None:
+        return [NumpySampler()]
+    variants = [name for name in ("avx512", "avx2", "plain") if native.has_sampling_variant(name)]
+    return [NumpySampler(), *(NativeSampler(native, name) for name in variants)]
+
+
+SAMPLERS = _samplers()
+each_sampler = pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.name)
+each_native = pytest.mark.parametrize("sampler", SAMPLERS[1:], ids=lambda sampler: sampler.name)
+
+
+def _sample(sampler: Sampler, logits: np.ndarray, draws: list[Draw]) -> list[Sampled]:
+    """All rows have finite logits."""
+    found = [sampled for sampled in sampler.sample(logits, draws) if sampled is not None]
+    assert len(found) == len(draws)
+    return found
 
 
 def _reference_weights(logits: np.ndarray, s: Sampling) -> np.ndarray:
@@ -58,7 +83,7 @@ _SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", _SETTINGS)
-@pytest.mark.parametrize("vocab", [50, 4000])
+@pytest.mark.parametrize("vocab", [50, 1500])
 def test_draws_equal_the_plain_reference(vocab: int, settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal((60, vocab)) * 3).astype(np.float32)
@@ -68,7 +93,8 @@ def test_draws_equal_the_plain_reference(vocab: int, settings: dict[str, Any]) -
     ]
     numbers = uniforms([d.sampling.seed for d in draws], list(range(60)), [0] * 60)
     wanted = [_reference_pick(logits[row], draws[row].sampling, numbers[row]) for row in range(60)]  # type: ignore[arg-type]
-    assert [token for token, _ in sample(logits, draws)] == wanted
+    for sampler in SAMPLERS:
+        assert [token for token, _ in _sample(sampler, logits, draws)] == wanted
 
 
 _BIAS = ((3, 2.5), (7, -100.0), (11, -1.5))
@@ -119,7 +145,11 @@ def test_20_000_draws_at_one_position(settings: dict[str, Any]) -> None:
     wanted = Sampling(**{"temperature": 1.0, **settings})
     counts = TokenCounts(40, _PROMPT, _OUTPUTS) if needs_counts(wanted) else None
     draws = [Draw(dataclasses.replace(wanted, seed=seed), 5, counts) for seed in range(20_000)]
-    tokens = [token for token, _ in sample(np.broadcast_to(logits, (20_000, 40)), draws)]
+    together = np.broadcast_to(logits, (20_000, 40))
+    sampled = _sample(choose_sampler(), together, draws)
+    tokens = [token for token, _ in sampled]
+    for sampler in SAMPLERS:  # numpy takes 0.1 ms for each
+        assert sampler.sample(together[:1000], draws[:1000]) == sampled[:1000]
     weights = _reference_weights(_reference_logits(logits, wanted), wanted)
     assert _p_value(tokens, weights) > 1e-4
     if settings:
@@ -148,11 +178,15 @@ def test_a_number_on_the_edge_never_falls_on_an_impossible_token() -> None:
     assert [pick(logits, sampling, number) for number in (0.0, 0.5, 1 - 2.0**-53)] == [1, 3, 3]
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    logits = np.zeros((2, 30), dtype=np.float32)
+@each_sampler
+def test_greedy_takes_the_lowest_of_equals(sampler: Sampler) -> None:
+    logits = np.full((4, 3000), -1.0, dtype=np.float32)
     logits[0, [4, 9]] = 1.0
-    logits[1, [29, 7]] = 2.0
-    assert [token for token, _ in sample(logits, [Draw(Sampling(), 0)] * 2)] == [4, 7]
+    logits[1, [2999, 2007]] = 2.0
+    logits[2, [700, 1500]] = -0.0, 0.0  # equals, whatever their sign
+    logits[3] = -np.inf
+    logits[3, [1024, 2048]] = -3e38
+    assert [token for token, _ in _sample(sampler, logits, [Draw(Sampling(), 0)] * 4)] == [4, 2007, 700, 1024]
 
 
 def test_penalties() -> None:
@@ -167,11 +201,12 @@ def test_penalties() -> None:
     assert logits.tolist() == [2.0, -2.0, 3.0, 1.0, 0.5]  # the model's own logits stay for log-probabilities
 
 
-def test_bias_min_tokens_and_mask_hold_for_greedy_too() -> None:
+@each_sampler
+def test_bias_min_tokens_and_mask_hold_for_greedy_too(sampler: Sampler) -> None:
     logits = np.array([[1.0, 2.0, 3.0, 4.0]], dtype=np.float32)
 
     def greedy(sampling: Sampling, index: int = 0, allowed: np.ndarray | None = None) -> int:
-        return sample(logits, [Draw(sampling, index, None, allowed)])[0][0]
+        return _sample(sampler, logits, [Draw(sampling, index, None, allowed)])[0][0]
 
     assert greedy(Sampling()) == 3
     assert greedy(Sampling(logit_bias=((0, 5.0), (3, -100.0)))) == 0
@@ -180,10 +215,11 @@ def test_bias_min_tokens_and_mask_hold_for_greedy_too() -> None:
     assert greedy(Sampling(), allowed=np.array([True, True, False, False])) == 1
 
 
-def test_logprobs_are_of_the_models_own_distribution() -> None:
+@each_sampler
+def test_logprobs_are_of_the_models_own_distribution(sampler: Sampler) -> None:
     logits = np.array([[0.0, 1.0, 2.0, 2.0, -np.inf]], dtype=np.float32)
     sampling = Sampling(temperature=1.0, top_k=1, logit_bias=((0, 50.0),), logprobs=3)
-    token, found = sample(logits, [Draw(sampling, 0)])[0]
+    token, found = _sample(sampler, logits, [Draw(sampling, 0)])[0]
     assert token == 0 and found is not None
     normalizer = math.log(1 + math.e + 2 * math.e**2)
     assert found.logprob == pytest.approx(-normalizer, abs=1e-12)
@@ -191,19 +227,145 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert found.top[0][1] == pytest.approx(2 - normalizer, abs=1e-12)
 
 
-def test_minus_infinity_leaves_as_a_floor_and_never_as_nan() -> None:
-    row = np.full(6, -np.inf, dtype=np.float32)
-    row[2] = 1.0
-    found = logprobs(row, 0, 6)
-    assert found.logprob == -9999.0
+@each_sampler
+def test_minus_infinity_leaves_as_a_floor_and_never_as_nan(sampler: Sampler) -> None:
+    row = np.full((1, 6), -np.inf, dtype=np.float32)
+    row[0, 2] = 1.0
+    [found] = sampler.score(row, [0], [6])
+    assert found is not None and found.logprob == -9999.0
     assert [value for _, value in found.top] == [0.0, *[-9999.0] * 5]
-    assert sample(row[None], [Draw(Sampling(temperature=1.0, top_p=0.5, seed=3), 0)])[0][0] == 2
-    for broken in (np.full(6, np.nan, dtype=np.float32), np.full(6, -np.inf, dtype=np.float32)):
-        token, found_or_none = sample(broken[None], [Draw(Sampling(temperature=1.0, logprobs=2), 0)])[0]
-        assert 0 <= token < 6 and found_or_none is not None and not math.isnan(found_or_none.logprob)
+    assert [index for index, _ in found.top] == [2, 0, 1, 3, 4, 5]
+    drawn = _sample(sampler, row, [Draw(Sampling(temperature=1.0, top_p=0.5, seed=3), 0)])
+    assert drawn == [(2, None)]
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@each_sampler
+def test_what_is_not_finite_becomes_no_token(sampler: Sampler) -> None:
+    vocab = 2051
+    logits = np.random.default_rng(5).standard_normal((7, vocab)).astype(np.float32)
+    logits[0, 2050] = np.nan
+    logits[1, 0] = -np.nan  # the sign of a NaN is a bit like any other
+    logits[2, 1500] = np.inf
+    logits[3] = -np.inf
+    logits[4] = np.nan
+    logits[5, :2050] = -np.inf  # one is left
+    for temperature in (0.0, 1.0):
+        draws = [Draw(Sampling(temperature=temperature, logprobs=1), 0) for _ in logits]
+        assert [row is None for row in sampler.sample(logits, draws)] == [True] * 5 + [False] * 2
+    assert [row is None for row in sampler.score(logits, [0] * 7, [2] * 7)] == [True] * 5 + [False] * 2
+
+
+@each_sampler
+def test_a_temperature_that_overflows_takes_the_best(sampler: Sampler) -> None:
+    logits = np.array([[1.0, 3e38, 3.1e38, 3.1e38]], dtype=np.float32)
+    assert _sample(sampler, logits, [Draw(Sampling(temperature=0.01), 0)]) == [(2, None)]
+
+
+def _any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Flat to steep, with ties, minus infinity, one far ahead, all equal, and the signed zeros."""
+    logits = rng.standard_normal((rows, vocab)) * rng.choice([1e-3, 0.3, 1, 3, 10, 1e4], (rows, 1))
+    for row in range(rows):
+        kind = rng.integers(0, 8)
+        if kind == 0:
+            logits[row] = np.round(logits[row])
+        elif kind == 1:
+            logits[row, rng.random(vocab) < 0.9] = -np.inf
+        elif kind == 2:
+            logits[row, rng.integers(0, vocab)] = 80.0
+        elif kind == 3:
+            logits[row] = rng.choice([0.0, -0.0, 1.5], vocab)
+        logits[row, rng.integers(0, vocab)] = 1.0  # never all minus infinity
+    wide: np.ndarray = logits.astype(np.float32)
+    return wide
+
+
+def _any_draw(rng: np.random.Generator, vocab: int) -> Draw:
+    def ids(most: int) -> list[int]:
+        return [int(index) for index in rng.integers(0, vocab, int(rng.integers(0, most)))]
+
+    sampling = Sampling(
+        temperature=float(rng.choice([0.0, 1e-4, 0.3, 0.7, 1.0, 1.0, 2.5, 1e3])),
+        top_p=float(rng.choice([1.0, 1.0, 0.9, 0.5, 1e-9, 1 - 1e-12])),
+        top_k=int(rng.choice([0, 0, 1, 7, 50, vocab - 1, vocab, 10 * vocab])),
+        min_p=float(rng.choice([0.0, 0.0, 0.05, 1e-15, 1.0])),
+        repetition_penalty=float(rng.choice([1.0, 1.0, 1.3, 0.5])),
+        presence_penalty=float(rng.choice([0.0, 0.0, 0.4, -2.0])),
+        frequency_penalty=float(rng.choice([0.0, 0.0, 0.1, -0.7])),
+        logit_bias=tuple((index, float(rng.normal(0, 5))) for index in ids(6)) if rng.random() < 0.3 else (),
+        seed=int(rng.integers(-(2**63), 2**63)),
+        child=int(rng.integers(0, 5)),
+        min_tokens=int(rng.choice([0, 0, 10])),
+        end_token_ids=tuple(ids(3)),
+        logprobs=[None, None, None, 0, 3, 20][rng.integers(0, 6)],
+    )
+    counts = TokenCounts(vocab, ids(40), ids(40)) if needs_counts(sampling) else None
+    allowed = None
+    if rng.random() < 0.2:
+        allowed = rng.random(vocab) < 0.1
+        allowed[rng.integers(0, vocab)] = True
+    return Draw(sampling, int(rng.integers(0, 2000)), counts, allowed)
+
+
+@each_native
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 20), (63, 600), (64, 400), (1500, 400), (49_152, 25)])
+def test_native_gives_the_bits_of_numpy(sampler: Sampler, vocab: int, rows: int) -> None:
+    """Fresh logits in each run, and every setting with every other."""
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    logits, draws = _any_logits(rng, rows, vocab), [_any_draw(rng, vocab) for _ in range(rows)]
+    kept = logits.copy()
+    assert sampler.sample(logits, draws) == NumpySampler().sample(logits, draws)
+    token_ids, tops = rng.integers(0, vocab, rows).tolist(), rng.integers(0, 22, rows).tolist()
+    assert sampler.score(logits, token_ids, tops) == NumpySampler().score(logits, token_ids, tops)
+    assert np.array_equal(logits.view(np.int32), kept.view(np.int32)), "logits are read only"
+
+
+@each_sampler
+def test_no_rows(sampler: Sampler) -> None:
+    nothing = np.empty((0, 50), dtype=np.float32)
+    assert sampler.sample(nothing, []) == [] and sampler.score(nothing, [], []) == []
+
+
+@each_native
+def test_native_numbers_are_those_of_philox(sampler: Sampler) -> None:
+    """Of many equal tokens the one that is taken shows the leading bits of the number."""
+    vocab = 1 << 12
+    draws = [Draw(Sampling(temperature=1.0, seed=2**40 * i - i, child=i), i * 7) for i in range(200)]
+    numbers = uniforms([d.sampling.seed for d in draws], [i * 7 for i in range(200)], list(range(200)))
+    sampled = _sample(sampler, np.zeros((200, vocab), dtype=np.float32), draws)
+    assert [token for token, _ in sampled] == (numbers * vocab).astype(int).tolist()
+
+
+def test_the_widest_vocabulary_is_summed_exactly() -> None:
+    """All equal: every weight is the largest there is. One id more would be refused."""
+    vocab = 1 << 18
+    logits = np.zeros((2, vocab), dtype=np.float32)
+    draws = [Draw(Sampling(temperature=1.0, seed=seed, logprobs=0, top_p=0.75), 0) for seed in (1, 2)]
+    found = [sampler.sample(logits, draws) for sampler in SAMPLERS]
+    assert all(each == found[0] for each in found)
+    assert found[0][0] is not None and found[0][0][0] < 0.75 * vocab
+    assert found[0][0][1] == TokenLogprob(found[0][0][0], -math.log(vocab), ())
+    for sampler in SAMPLERS:
+        with pytest.raises(AssertionError):
+            sampler.sample(np.zeros((1, vocab + 1), dtype=np.float32), draws[:1])
+
+
+def test_counts_grow_with_what_is_put_out() -> None:
+    """Token by token, or all at once: the same penalties."""
+    rng = np.random.default_rng(3)
+    outputs = rng.integers(0, 300, 400).tolist()
+    grown, whole = TokenCounts(300, [5, 5, 7], []), TokenCounts(300, [5, 5, 7], outputs)
+    for token_id in outputs:
+        grown.append(token_id)
+    sampling = Sampling(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1)
+    logits = rng.standard_normal(300).astype(np.float32)
+    assert np.array_equal(adjust(logits, Draw(sampling, 0, grown)), adjust(logits, Draw(sampling, 0, whole)))
+    assert len(grown) == len({5, 7, *outputs})
+
+
+@each_sampler
+def test_a_row_does_not_depend_on_its_neighbours(sampler: Sampler) -> None:
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((17, 49_153)) * 4).astype(
         np.float32
@@ -212,6 +374,6 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         Sampling(temperature=row % 3 / 2, top_p=1 - row % 2 / 5, seed=row, logprobs=2) for row in range(17)
     ]
     draws = [Draw(s, 3) for s in settings]
-    together = sample(logits, draws)
+    together = sampler.sample(logits, draws)
     for row in range(17):
-        assert sample(logits[row : row + 1].copy(), draws[row : row + 1]) == together[row : row + 1]
+        assert sampler.sample(logits[row : row + 1].copy(), draws[row : row + 1]) == together[row : row + 1]
