@@ -71,10 +71,11 @@ PoolMemory = Callable[[int], mmap.mmap | None]
 """Memory of so many bytes for a pool on the CPU, None where there is none of this kind."""
 
 
-def _huge_pages(num_bytes: int) -> mmap.mmap:
+def huge_pages(num_bytes: int) -> mmap.mmap:
     """Memory of its own mapping, in huge pages where the kernel allows.
 
-    A layer's part of a block is a few kB, far from the next block's: with 4 kB pages every one costs a page walk.
+    A layer's part of a block is a few kB, far from the next block's, and a step reads every weight: with 4 kB pages
+    each costs a page walk.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -104,7 +105,7 @@ class PagedCache:
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim * layout.block_size)
         if self.device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
-            mapped = (memory(num_bytes) if memory is not None else None) or _huge_pages(num_bytes)
+            mapped = (memory(num_bytes) if memory is not None else None) or huge_pages(num_bytes)
             self.tensor = torch.frombuffer(mapped, dtype=layout.dtype).view(shape)
         else:
             self.tensor = torch.empty(shape, dtype=layout.dtype, device=self.device)

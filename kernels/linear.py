@@ -1,4 +1,6 @@
-"""Linear layers that give a row the same bits whatever other rows share the call.
+"""Linear layers of torch that give a row the same bits whatever other rows share the call.
+
+On GPUs, and on CPUs where the C extension was not built (kernels/products.py chooses).
 
 Why a probe: whether a matrix product is batch-invariant is a property of the library, the processor, the
 dtype and the shape. Measured with packed oneDNN weights: on AMD without AMX any count from 2 rows up gives equal
@@ -53,7 +55,7 @@ class NoInvariantProduct(RuntimeError):
     """No way to multiply was found that is exact between batches on this machine."""
 
 
-class Linear:
+class ProbedLinear:
     """`y = x @ weight.T + bias`, x `[rows, in]`, y `[rows, out]` in `dtype`, bit-stable per row."""
 
     def __init__(
@@ -61,7 +63,7 @@ class Linear:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        choices: "ProductChoices",
+        choices: "ProbedProducts",
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
@@ -105,13 +107,16 @@ class Choice:
         return f"{self.way}:{str(self.compute_dtype).removeprefix('torch.')}:{self.policy.describe()}"
 
 
-class ProductChoices:
+class ProbedProducts:
     """Remembers the probe's answer per (out, in, dtype), so that thirty equal layers are tried once."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device = device
         self._threads = threads
         self._known: dict[tuple[int, int, torch.dtype], Choice] = {}
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> ProbedLinear:
+        return ProbedLinear(weight, bias, out_dtype, self)
 
     def choose(self, out_features: int, in_features: int, dtype: torch.dtype) -> Choice:
         key = (out_features, in_features, dtype)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from kernels.backend import Backend
 from kernels.cache import PagedCache
-from kernels.linear import Linear, ProductChoices
 from kernels.model_config import ModelConfig
+from kernels.products import Linear, Products, choose_products
 from kernels.rope import RopeTable, make_rope_table
 from kernels.step import StepLayout
 from kernels.weights import Checkpoint, Progress, each_layer
@@ -43,13 +43,13 @@ class CausalModel:
         layers: list[_Layer],
         final_norm: torch.Tensor,
         head: Linear,
-        choices: ProductChoices,
+        products: Products,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.backend = backend
-        self.choices = choices
+        self.products = products
         self._rope = rope
         self._embedding = embedding
         self._layers = layers
@@ -73,8 +73,8 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states `[rows, hidden]` to fp32 logits `[rows, vocab]`.
 
-        The head multiplies in fp32 whatever the model's dtype: a bf16 result has eight bits, and ties between the
-        best tokens would be everyday.
+        The head adds up in fp32 and does not round, whatever the model's dtype: a bf16 result has eight bits, and
+        ties between the best tokens would be everyday.
         """
         return self._head(hidden)
 
@@ -90,7 +90,7 @@ def load_model(
 ) -> CausalModel:
     """Reads and prepares all weights. Projections that read the same input are joined into one product."""
     config = checkpoint.config
-    choices = ProductChoices(device, threads)
+    products = choose_products(device, threads)
 
     def weight(name: str) -> torch.Tensor:
         return checkpoint.tensor(name).to(device, dtype)
@@ -101,7 +101,7 @@ def load_model(
         bias = None
         if checkpoint.has(bias_names[0]):
             bias = torch.cat([weight(name) for name in bias_names])
-        return Linear(torch.cat(parts) if len(parts) > 1 else parts[0], bias, dtype, choices)
+        return products.linear(torch.cat(parts) if len(parts) > 1 else parts[0], bias, dtype)
 
     def kept(name: str) -> torch.Tensor:
         # A copy: a tensor that needed no conversion would keep the checkpoint's file mapped.
@@ -138,6 +138,6 @@ def load_model(
         embedding=embedding,
         layers=layers,
         final_norm=norm("model.norm.weight"),
-        head=Linear(head, None, torch.float32, choices),
-        choices=choices,
+        head=products.linear(head, None, torch.float32),
+        products=products,
     )

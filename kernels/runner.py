@@ -99,7 +99,7 @@ class ModelRunner:
             "max_position_embeddings": config.max_position_embeddings,
             "attention_backend": self.attention_backend,
             "grammar_library": LIBRARY,
-            "linear_policy": ";".join(f"{k}={v}" for k, v in self.model.choices.describe().items()),
+            "linear_policy": ";".join(f"{k}={v}" for k, v in self.model.products.describe().items()),
             **self.layout.describe(),
         }
 

@@ -1,70 +1,107 @@
-/* Packing of weights, and the sharing of a product between threads; the arithmetic is in linear_*.h.
+/* Packing of weights, and the sharing of a product between threads; the arithmetic is in the other linear_*.c.
  *
- * A packed weight is cut into groups of 16 outputs, zero where the last group has fewer. Inside a group one input
- * feature after the other, 16 outputs side by side; in bf16 two features of an output are neighbours: the operand of
- * vdpbf16ps and a tile of AMX alike. Outputs fill up pieces of 32, bf16 features multiples of 32. */
+ * A packed weight is cut into groups of 16 outputs, an even number of groups, filled up with zeros. Inside a group
+ * comes one input feature after the other, 16 outputs side by side. In bf16 two features of an output are neighbours,
+ * and features are filled up to a multiple of 32: that is the operand of vdpbf16ps and a tile of AMX alike. */
 #include "linear.h"
 
-#include "pool.h"
-#include "scalar.h"
+#include <stdlib.h>
 
-#define LANES 16
-#define PIECE 64 /* outputs of one work item; a multiple of 2 * LANES */
+#include "linear_kernels.h"
 
 static long up_to(long size, long multiple) { return (size + multiple - 1) / multiple * multiple; }
-static long packed_in(int in, int dtype) { return dtype == BFLOAT16 ? up_to(in, 32) : in; }
+static long num_groups(int out) { return up_to(out, 2 * LANES) / LANES; }
+static long group_bytes(int in, int dtype) {
+    return (dtype == BFLOAT16 ? up_to(in, 32) : in) * LANES * ITEM_BYTES(dtype);
+}
 
-size_t linear_packed_bytes(int out, int in, int dtype) {
-    return (size_t)(up_to(out, 2 * LANES) * packed_in(in, dtype) * ITEM_BYTES(dtype));
+size_t linear_packed_bytes(int out, int in, int dtype) { return (size_t)(num_groups(out) * group_bytes(in, dtype)); }
+
+static void pack_group32(const uint32_t *weight, long outputs, long in, uint32_t *to) {
+    for (long k = 0; k < in; k++)
+        for (long o = 0; o < outputs; o++) to[k * LANES + o] = weight[o * in + k];
+}
+
+static void pack_group16(const uint16_t *weight, long outputs, long in, uint16_t *to) {
+    for (long k = 0; k < in; k++)
+        for (long o = 0; o < outputs; o++) to[k * LANES + o] = weight[o * in + k];
+}
+
+static void pack_group_pairs(const uint16_t *weight, long outputs, long in, uint16_t *to) {
+    for (long k = 0; k < in; k++)
+        for (long o = 0; o < outputs; o++) to[(k / 2 * LANES + o) * 2 + k % 2] = weight[o * in + k];
 }
 
 void linear_pack(const char *weight, int out, int in, int dtype, char *packed) {
-    const long padded = packed_in(in, dtype), together = dtype == BFLOAT16 ? 2 : 1;
+    const long bytes = group_bytes(in, dtype);
     memset(packed, 0, linear_packed_bytes(out, in, dtype));
-    for (long o = 0; o < out; o++)
-        for (long k = 0; k < in; k++) {
-            const long to = o / LANES * LANES * padded + k / together * together * LANES + o % LANES * together + k % together;
-            const long from = o * in + k;
-            if (dtype == FLOAT32) ((float *)packed)[to] = ((const float *)weight)[from];
-            else ((uint16_t *)packed)[to] = ((const uint16_t *)weight)[from];
-        }
-}
-
-typedef struct {
-    const linear *w;
-    const char *x;
-    char *y;
-    long rows;
-    int out_dtype;
-} product;
-
-static void plain_outputs(const void *job, long first, long last, int member) {
-    const product *p = job;
-    const linear *w = p->w;
-    const long padded = packed_in(w->in, w->dtype), together = w->dtype == BFLOAT16 ? 2 : 1;
-    const int item = ITEM_BYTES(w->dtype);
-    const long end = last * PIECE < w->out ? last * PIECE : w->out;
-    (void)member;
-    for (long o = first * PIECE; o < end; o++) {
-        const char *from = (const char *)w->packed + (o / LANES * LANES * padded + o % LANES * together) * item;
-        for (long row = 0; row < p->rows; row++) {
-            float sum = 0.0f;
-            for (long k = 0; k < w->in; k++)
-                sum += read_one(p->x + (row * w->in + k) * item, w->dtype) *
-                       read_one(from + (k / together * together * LANES + k % together) * item, w->dtype);
-            if (w->bias) sum += w->bias[o];
-            write_one(p->y + (row * w->out + o) * ITEM_BYTES(p->out_dtype), sum, p->out_dtype);
-        }
+    for (long first = 0; first < out; first += LANES, packed += bytes) {
+        const long outputs = out - first < LANES ? out - first : LANES;
+        const char *from = weight + first * in * ITEM_BYTES(dtype);
+        if (dtype == FLOAT32) pack_group32((const uint32_t *)from, outputs, in, (uint32_t *)packed);
+        else if (dtype == FLOAT16) pack_group16((const uint16_t *)from, outputs, in, (uint16_t *)packed);
+        else pack_group_pairs((const uint16_t *)from, outputs, in, (uint16_t *)packed);
     }
 }
 
 int linear_has(int kind, int dtype) {
-    (void)dtype;
-    return kind == LINEAR_PLAIN;
+    if (kind == LINEAR_PLAIN) return 1;
+#ifdef WITH_X86
+    __builtin_cpu_init();
+    const int fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const int wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const int dot = wide && dtype == BFLOAT16 && __builtin_cpu_supports("avx512bf16");
+    if (kind == LINEAR_FMA256) return fma;
+    if (kind == LINEAR_FMA512) return wide;
+    if (kind == LINEAR_DOT) return dot;
+    if (kind == LINEAR_AMX) return dot && linear_amx_allowed();
+#endif
+    return 0;
+}
+
+static pool_work work_of(const linear *w) {
+#ifdef WITH_X86
+    if (w->kind == LINEAR_AMX) return linear_amx;
+    if (w->kind == LINEAR_DOT) return linear_dot;
+    if (w->kind == LINEAR_FMA512) return linear_fma512[w->dtype];
+    if (w->kind == LINEAR_FMA256) return linear_fma256[w->dtype];
+#endif
+    return linear_plain[w->dtype];
+}
+
+/* Bytes of a row of x as the kind wants it: fp32 for those that multiply in fp32; bf16 filled up with zeros to pairs
+ * for DOT, to 32 for AMX. */
+static long prepared_bytes(const linear *w) {
+    if (w->kind == LINEAR_AMX) return up_to(w->in, 32) * 2;
+    if (w->kind == LINEAR_DOT) return up_to(w->in, 2) * 2;
+    return (long)w->in * 4;
+}
+
+static void prepare(const linear *w, const char *x, long rows, char *to) {
+    const long bytes = (long)w->in * ITEM_BYTES(w->dtype), stride = prepared_bytes(w);
+    for (long row = 0; row < rows; row++, x += bytes, to += stride) {
+        if (w->kind == LINEAR_AMX || w->kind == LINEAR_DOT) {
+            memcpy(to, x, (size_t)bytes);
+            memset(to + bytes, 0, (size_t)(stride - bytes));
+        } else if (w->dtype == BFLOAT16) {
+            for (long k = 0; k < w->in; k++) ((float *)to)[k] = from_bfloat16(((const uint16_t *)x)[k]);
+        } else {
+            for (long k = 0; k < w->in; k++) ((float *)to)[k] = from_float16(((const uint16_t *)x)[k]);
+        }
+    }
 }
 
 int linear_rows(const linear *w, const char *x, long rows, char *y, int out_dtype, int threads) {
-    const product p = {w, x, y, rows, out_dtype};
-    run_parallel(plain_outputs, &p, up_to(w->out, PIECE) / PIECE, threads);
+    const long bytes = (long)w->in * ITEM_BYTES(w->dtype), stride = prepared_bytes(w), groups = num_groups(w->out);
+    char *prepared = NULL;
+    if (stride != bytes) {
+        prepared = aligned_alloc(64, (size_t)up_to(rows * stride, 64));
+        if (!prepared) return 0;
+        prepare(w, x, rows, prepared);
+    }
+    const product p = {w, prepared ? prepared : x, stride, rows, y, out_dtype, group_bytes(w->in, w->dtype), groups};
+    run_parallel(work_of(w), &p, (groups + GROUPS - 1) / GROUPS, rows > 0 ? threads : 1);
+    free(prepared);
     return 1;
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.linear import Linear, Product, ProductChoices, RowPolicy, cancelling_pair, probe
+from kernels.linear import ProbedLinear, ProbedProducts, Product, RowPolicy, cancelling_pair, probe
 
 _SHAPES = [(96, 64), (200, 48), (7, 5), (36, 100), (960, 576), (576, 1536)]
 
@@ -18,7 +18,7 @@ def test_a_row_has_the_same_bits_in_every_call(
     generator = torch.Generator().manual_seed(5)
     weight, x = cancelling_pair(out_features, in_features, 400, dtype, generator)
     threads = torch.get_num_threads()
-    linear = Linear(weight, None, dtype, ProductChoices(torch.device("cpu"), 2))
+    linear = ProbedLinear(weight, None, dtype, ProbedProducts(torch.device("cpu"), 2))
     torch.set_num_threads(1)
     alone = torch.cat([linear(x[row : row + 1]) for row in range(40)])
     try:
@@ -37,7 +37,7 @@ def test_results_are_products_plus_bias(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(50, 30, generator=generator), torch.randn(50, generator=generator)
     x = torch.randn(70, 30, generator=generator)
-    linear = Linear(weight.to(dtype), bias.to(dtype), dtype, ProductChoices(torch.device("cpu"), 1))
+    linear = ProbedLinear(weight.to(dtype), bias.to(dtype), dtype, ProbedProducts(torch.device("cpu"), 1))
     wanted = F.linear(x.to(dtype).double(), weight.to(dtype).double(), bias.to(dtype).double())
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
     found = linear(x.to(dtype))
@@ -80,7 +80,7 @@ def _order_by_place(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def test_the_choice_is_remembered_and_named() -> None:
-    choices = ProductChoices(torch.device("cpu"), 1)
+    choices = ProbedProducts(torch.device("cpu"), 1)
     first = choices.choose(48, 64, torch.float32)
     assert choices.choose(48, 64, torch.float32) is first
     assert list(choices.describe()) == ["48x64:float32"]

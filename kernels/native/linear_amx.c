@@ -1,0 +1,138 @@
+/* Products of bf16 by AMX: tiles of 16 rows, 16 outputs and 32 input features, sums in fp32.
+ *
+ * One A tile by four B tiles for up to 16 rows, where time is reading the weights; two by two for more, where a tile
+ * read from the cache must serve two products. Rows are cut into blocks of 16. A last block that is not full starts
+ * earlier and computes some rows a second time, to the same bits: the tiles' shapes stay as configured. */
+#include "linear_kernels.h"
+
+#ifdef WITH_X86
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,amx-tile,amx-bf16,prefer-vector-width=512")
+#include "linear_bf16.h"
+
+#define TILE_BYTES 1024
+#define PERMIT_XTILEDATA 0x1023, 18 /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+
+/* Linux gives a process its tile registers on demand, for all its threads. */
+int linear_amx_allowed(void) {
+    unsigned eax = 7, ebx, ecx = 0, edx;
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const int tiles = (edx >> 24) & 1, bf16 = (edx >> 22) & 1;
+    return tiles && bf16 && syscall(SYS_arch_prctl, PERMIT_XTILEDATA) == 0;
+}
+
+/* Tiles 0 to 3 hold sums; 4 and 5 x; 6 and 7 weights. */
+typedef struct {
+    uint8_t palette, start_row, zero[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((aligned(64))) tile_shapes;
+
+static void shape_tiles(int rows) {
+    tile_shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.row_bytes[tile] = 64;
+        shapes.rows[tile] = (uint8_t)(tile < 6 ? rows : 16);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+ALWAYS void write_block(const product *p, long row, int rows, long group, const float (*sums)[LANES]) {
+    for (int r = 0; r < rows; r++) write_group(p, row + r, group, _mm512_load_ps(sums[r]));
+}
+
+/* One block of rows by four groups, or by two. */
+ALWAYS void one_by_four(const product *p, long row, int rows, long group, int groups) {
+    float sums[GROUPS][16][LANES] __attribute__((aligned(64)));
+    const char *x = p->x + row * p->x_stride;
+    const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
+    const char *w2 = w1 + p->group_bytes, *w3 = w2 + p->group_bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long at = 0; at < p->group_bytes; at += TILE_BYTES, x += 64) {
+        _tile_loadd(4, x, p->x_stride);
+        _tile_loadd(6, w0 + at, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w1 + at, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (groups < GROUPS) continue;
+        _tile_loadd(6, w2 + at, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, w3 + at, 64);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int g = 0; g < groups; g++) write_block(p, row, rows, group + g, sums[g]);
+}
+
+/* Two blocks of rows by two groups. */
+ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
+    float sums[4][16][LANES] __attribute__((aligned(64)));
+    const char *x0 = p->x + row0 * p->x_stride, *x1 = p->x + row1 * p->x_stride;
+    const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long at = 0; at < p->group_bytes; at += TILE_BYTES, x0 += 64, x1 += 64) {
+        _tile_loadd(6, w0 + at, 64);
+        _tile_loadd(4, x0, p->x_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w1 + at, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, x1, p->x_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    write_block(p, row0, 16, group, sums[0]);
+    write_block(p, row0, 16, group + 1, sums[1]);
+    write_block(p, row1, 16, group, sums[2]);
+    write_block(p, row1, 16, group + 1, sums[3]);
+}
+
+ALWAYS long block_start(const product *p, long block) {
+    return block * 16 + 16 <= p->rows ? block * 16 : p->rows - 16;
+}
+
+static void many_rows(const product *p, long group, int groups) {
+    const long blocks = (p->rows + 15) / 16;
+    for (int g = 0; g < groups; g += 2)
+        for (long block = 0; block + 2 <= blocks; block += 2)
+            two_by_two(p, block_start(p, block), block_start(p, block + 1), group + g);
+    if (blocks % 2) {
+        const long row = block_start(p, blocks - 1);
+        if (groups == GROUPS) one_by_four(p, row, 16, group, GROUPS);
+        else one_by_four(p, row, 16, group, 2);
+    }
+}
+
+static void few_rows(const product *p, long group, int groups) {
+    if (groups == GROUPS) one_by_four(p, 0, (int)p->rows, group, GROUPS);
+    else one_by_four(p, 0, (int)p->rows, group, 2);
+}
+
+void linear_amx(const void *job, long first, long last, int member) {
+    const product *p = job;
+    (void)member;
+    shape_tiles(p->rows < 16 ? (int)p->rows : 16);
+    for (long group = first * GROUPS; group < last * GROUPS && group < p->groups; group += GROUPS) {
+        const int groups = group + GROUPS <= p->groups ? GROUPS : 2;
+        if (p->rows <= 16) few_rows(p, group, groups);
+        else many_rows(p, group, groups);
+    }
+    _tile_release();
+}
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,41 @@
+/* What linear.c and the files of products have in common. */
+#ifndef KVFERRY_LINEAR_KERNELS_H
+#define KVFERRY_LINEAR_KERNELS_H
+
+#include "linear.h"
+#include "pool.h"
+#include "scalar.h"
+
+#define LANES 16 /* outputs of a group */
+#define GROUPS 4 /* of a work item; a multiple of 2, as the number of groups of a packed weight is */
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WITH_X86 1
+#endif
+
+typedef struct {
+    const linear *w;
+    const char *x; /* as the kind wants it, see `prepared` in linear.c; `x_stride` bytes from row to row */
+    long x_stride, rows;
+    char *y;
+    int out_dtype;
+    long group_bytes; /* of the packed weight */
+    long groups;
+} product;
+
+/* All are `pool_work` on a product; their items are `GROUPS` groups of outputs, the last one maybe of half as many. */
+extern const pool_work linear_plain[3]; /* by dtype */
+#ifdef WITH_X86
+extern const pool_work linear_fma256[3], linear_fma512[3];
+void linear_dot(const void *job, long first, long last, int member);
+void linear_amx(const void *job, long first, long last, int member);
+int linear_amx_allowed(void);
+#endif
+
+/* Outputs of the group that exist. */
+ALWAYS int real_outputs(const product *p, long group) {
+    const long left = p->w->out - group * LANES;
+    return left >= LANES ? LANES : left > 0 ? (int)left : 0;
+}
+
+#endif
