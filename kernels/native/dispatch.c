@@ -21,11 +21,13 @@ static int amx_allowed(void) {
 #endif
 }
 
-static int has(int wanted) {
+int processor_has(int wanted) {
     if (wanted == VARIANT_PLAIN) return 1;
 #if defined(__x86_64__) && !defined(__clang__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return 0;
     if (wanted == VARIANT_256) return 1;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
@@ -39,7 +41,7 @@ static int has(int wanted) {
 int use_variant(const char *name) {
     static const char *const names[NUM_VARIANTS] = {"plain", "avx2", "avx512", "amx"};
     for (int wanted = 0; wanted < NUM_VARIANTS; wanted++)
-        if (!strcmp(name, names[wanted]) && has(wanted)) {
+        if (!strcmp(name, names[wanted]) && processor_has(wanted)) {
             variant = wanted;
             return 1;
         }

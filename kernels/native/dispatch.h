@@ -6,6 +6,8 @@
 /* Larger is faster. 256 and 512 give equal bits, the others their own. AMX is 512 with attention over bf16 in tiles. */
 enum { VARIANT_PLAIN, VARIANT_256, VARIANT_512, VARIANT_AMX, NUM_VARIANTS };
 
+int processor_has(int variant);
+
 int variant_in_use(void);
 
 /* 1, or 0 where this processor has it not: plain, avx2, avx512 or amx. */

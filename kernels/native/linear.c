@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include "dispatch.h"
 #include "linear_kernels.h"
 
 static long up_to(long size, long multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -45,19 +46,16 @@ void linear_pack(const char *weight, int out, int in, int dtype, char *packed) {
 }
 
 int linear_has(int kind, int dtype) {
-    if (kind == LINEAR_PLAIN) return 1;
+    switch (kind) {
+    case LINEAR_PLAIN: return 1;
+    case LINEAR_FMA256: return processor_has(VARIANT_256);
+    case LINEAR_FMA512: return processor_has(VARIANT_512);
 #ifdef WITH_X86
-    __builtin_cpu_init();
-    const int fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const int wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const int dot = wide && dtype == BFLOAT16 && __builtin_cpu_supports("avx512bf16");
-    if (kind == LINEAR_FMA256) return fma;
-    if (kind == LINEAR_FMA512) return wide;
-    if (kind == LINEAR_DOT) return dot;
-    if (kind == LINEAR_AMX) return dot && linear_amx_allowed();
+    case LINEAR_DOT: return dtype == BFLOAT16 && processor_has(VARIANT_512) && __builtin_cpu_supports("avx512bf16");
+    case LINEAR_AMX: return dtype == BFLOAT16 && processor_has(VARIANT_AMX);
 #endif
-    return 0;
+    default: return 0;
+    }
 }
 
 static pool_work work_of(const linear *w) {

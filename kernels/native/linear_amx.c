@@ -7,22 +7,11 @@
 
 #ifdef WITH_X86
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,amx-tile,amx-bf16,prefer-vector-width=512")
 #include "linear_bf16.h"
 
 #define TILE_BYTES 1024
-#define PERMIT_XTILEDATA 0x1023, 18 /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-
-/* Linux gives a process its tile registers on demand, for all its threads. */
-int linear_amx_allowed(void) {
-    unsigned eax = 7, ebx, ecx = 0, edx;
-    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-    const int tiles = (edx >> 24) & 1, bf16 = (edx >> 22) & 1;
-    return tiles && bf16 && syscall(SYS_arch_prctl, PERMIT_XTILEDATA) == 0;
-}
 
 /* Tiles 0 to 3 hold sums; 4 and 5 x; 6 and 7 weights. */
 typedef struct {
@@ -37,16 +26,36 @@ static void shape_tiles(int rows) {
         shapes.row_bytes[tile] = 64;
         shapes.rows[tile] = (uint8_t)(tile < 6 ? rows : 16);
     }
+    /* The compiler does not know that the processor reads all of it. */
+    __asm__ volatile("" ::"r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
 }
 
-ALWAYS void write_block(const product *p, long row, int rows, long group, const float (*sums)[LANES]) {
-    for (int r = 0; r < rows; r++) write_group(p, row + r, group, _mm512_load_ps(sums[r]));
+typedef float tile_sums[16][LANES] __attribute__((aligned(64)));
+
+/* Two groups of outputs side by side: 64 bytes of bf16, a cache line at a time. */
+ALWAYS void write_block(const product *p, long row, int rows, long group, tile_sums *sums) {
+    if (p->out_dtype == FLOAT32 || real_outputs(p, group + 1) < LANES) {
+        for (int g = 0; g < 2; g++)
+            for (int r = 0; r < rows; r++) write_group(p, row + r, group + g, _mm512_load_ps(sums[g][r]));
+        return;
+    }
+    __m512 bias0 = _mm512_setzero_ps(), bias1 = bias0;
+    if (p->w->bias) {
+        bias0 = _mm512_loadu_ps(p->w->bias + group * LANES);
+        bias1 = _mm512_loadu_ps(p->w->bias + (group + 1) * LANES);
+    }
+    uint16_t *to = (uint16_t *)p->y + row * p->w->out + group * LANES;
+    for (int r = 0; r < rows; r++, to += p->w->out) {
+        const __m512 sum0 = _mm512_add_ps(_mm512_load_ps(sums[0][r]), bias0);
+        const __m512 sum1 = _mm512_add_ps(_mm512_load_ps(sums[1][r]), bias1);
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(sum1, sum0));
+    }
 }
 
 /* One block of rows by four groups, or by two. */
 ALWAYS void one_by_four(const product *p, long row, int rows, long group, int groups) {
-    float sums[GROUPS][16][LANES] __attribute__((aligned(64)));
+    tile_sums sums[GROUPS];
     const char *x = p->x + row * p->x_stride;
     const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
     const char *w2 = w1 + p->group_bytes, *w3 = w2 + p->group_bytes;
@@ -70,12 +79,12 @@ ALWAYS void one_by_four(const product *p, long row, int rows, long group, int gr
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
-    for (int g = 0; g < groups; g++) write_block(p, row, rows, group + g, sums[g]);
+    for (int g = 0; g < groups; g += 2) write_block(p, row, rows, group + g, sums + g);
 }
 
 /* Two blocks of rows by two groups. */
 ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
-    float sums[4][16][LANES] __attribute__((aligned(64)));
+    tile_sums sums[4];
     const char *x0 = p->x + row0 * p->x_stride, *x1 = p->x + row1 * p->x_stride;
     const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
     _tile_zero(0);
@@ -96,10 +105,8 @@ ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
-    write_block(p, row0, 16, group, sums[0]);
-    write_block(p, row0, 16, group + 1, sums[1]);
-    write_block(p, row1, 16, group, sums[2]);
-    write_block(p, row1, 16, group + 1, sums[3]);
+    write_block(p, row0, 16, group, sums);
+    write_block(p, row1, 16, group, sums + 2);
 }
 
 ALWAYS long block_start(const product *p, long block) {

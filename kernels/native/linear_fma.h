@@ -1,41 +1,30 @@
-/* Products by fused multiply-add, included by linear_fma.c once per instruction set after lanes.h. */
+/* Products in fp32, once per instruction set. */
 
-/* Sixteen outputs of an even input feature (in the lower half of each 32 bits) and of the odd one after it. */
-#if ISA == 512
-INLINE vf NAME(load_even)(const char *p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
-INLINE vf NAME(load_odd)(const char *p) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
-}
-#else
-INLINE __m256i NAME(load8)(const char *p) { return _mm256_loadu_si256((const __m256i *)p); }
-INLINE __m256 NAME(even8)(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-INLINE __m256 NAME(odd8)(__m256i pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)));
-}
-INLINE vf NAME(load_even)(const char *p) { return BOTH(NAME(even8)(NAME(load8)(p)), NAME(even8)(NAME(load8)(p + 32))); }
-INLINE vf NAME(load_odd)(const char *p) { return BOTH(NAME(odd8)(NAME(load8)(p)), NAME(odd8)(NAME(load8)(p + 32))); }
-#endif
+#if ISA
+/* ---- sums in registers, one fused multiply-add per input feature ---- */
 
 /* Sixteen outputs of input feature k of a group; `odd` is k % 2, known when compiled. */
 INLINE vf NAME(load_weight)(const char *group, long k, int odd, int dtype) {
-    if (dtype == FLOAT32) return NAME(load32)((const float *)group + k * LANES);
-    if (dtype == FLOAT16) return NAME(loadhf)((const uint16_t *)group + k * LANES);
-    const char *pairs = group + k / 2 * LANES * 4;
-    return odd ? NAME(load_odd)(pairs) : NAME(load_even)(pairs);
+    if (dtype != BFLOAT16) return NAME(load)(group + k * LANES * ITEM_BYTES(dtype), dtype);
+    const uint16_t *pairs = (const uint16_t *)group + k / 2 * LANES * 2;
+    return odd ? NAME(second_of_pairs)(pairs) : NAME(first_of_pairs)(pairs);
 }
 
-INLINE void NAME(write_outputs)(const product *p, long row, long group, vf sum) {
-    const int outputs = real_outputs(p, group);
-    float wide[LANES];
-    char *to = p->y + (row * p->w->out + group * LANES) * ITEM_BYTES(p->out_dtype);
-    NAME(store32)(wide, sum);
-    if (p->w->bias)
-        for (int o = 0; o < outputs; o++) wide[o] += p->w->bias[group * LANES + o];
-    if (p->out_dtype == FLOAT32) memcpy(to, wide, (size_t)outputs * 4);
-    else if (p->out_dtype == BFLOAT16)
-        for (int o = 0; o < outputs; o++) ((uint16_t *)to)[o] = to_bfloat16(wide[o]);
-    else
-        for (int o = 0; o < outputs; o++) ((uint16_t *)to)[o] = to_float16(wide[o]);
+/* Adds the bias, rounds, writes the outputs of one group that exist. */
+INLINE void NAME(write_group)(const product *p, long row, long group, vf sum) {
+    const int outputs = real_outputs(p, group), item = ITEM_BYTES(p->out_dtype);
+    char *to = p->y + (row * p->w->out + group * LANES) * item, rounded_sums[LANES * 4];
+    float bias[LANES] = {0};
+    if (p->w->bias) {
+        memcpy(bias, p->w->bias + group * LANES, (size_t)outputs * 4);
+        sum = NAME(add)(sum, NAME(load32)(bias));
+    }
+    if (outputs == LANES) {
+        NAME(store)(to, sum, p->out_dtype);
+    } else {
+        NAME(store)(rounded_sums, sum, p->out_dtype);
+        memcpy(to, rounded_sums, (size_t)(outputs * item));
+    }
 }
 
 INLINE void NAME(step)(const char *const *weights, const char *x, long x_stride, long k, int odd, int groups,
@@ -63,7 +52,7 @@ INLINE void NAME(block)(const product *p, long group, int groups, long row, int 
     }
     if (k < in) NAME(step)(weights, x, p->x_stride, k, 0, groups, rows, sums, dtype);
     for (int r = 0; r < rows; r++)
-        for (int g = 0; g < groups; g++) NAME(write_outputs)(p, row + r, group + g, sums[r][g]);
+        for (int g = 0; g < groups; g++) NAME(write_group)(p, row + r, group + g, sums[r][g]);
 }
 
 /* As many sums as the registers hold: 32 of sixteen lanes, or 16 of eight. */
@@ -90,7 +79,44 @@ INLINE void NAME(item)(const product *p, long group, int groups, int dtype) {
 #undef TWO
 }
 
-INLINE void NAME(outputs)(const product *p, long first, long last, int dtype) {
+#undef SUMS_OF_SIX
+#undef SUMS_OF_TWO
+#else
+/* ---- plain C: rows four at a time, so that a weight is widened once for all of them ---- */
+
+#define PLAIN_ROWS 4
+
+ALWAYS void NAME(block)(const product *p, long group, long row, long rows, int dtype) {
+    const char *weight = (const char *)p->w->packed + group * p->group_bytes;
+    const int outputs = real_outputs(p, group), item = ITEM_BYTES(p->out_dtype);
+    float sums[PLAIN_ROWS][LANES] = {{0}}, wide[LANES];
+    for (long k = 0; k < p->w->in; k++) {
+        for (long o = 0; o < LANES; o++) {
+            const long at = dtype == BFLOAT16 ? (k / 2 * LANES + o) * 2 + k % 2 : k * LANES + o;
+            wide[o] = read_one(weight + at * ITEM_BYTES(dtype), dtype);
+        }
+        for (long r = 0; r < rows; r++) {
+            const float x = ((const float *)(p->x + (row + r) * p->x_stride))[k];
+            for (int o = 0; o < LANES; o++) sums[r][o] += x * wide[o];
+        }
+    }
+    for (long r = 0; r < rows; r++)
+        for (long o = 0; o < outputs; o++) {
+            const long output = group * LANES + o;
+            const float sum = sums[r][o] + (p->w->bias ? p->w->bias[output] : 0.0f);
+            write_one(p->y + ((row + r) * p->w->out + output) * item, sum, p->out_dtype);
+        }
+}
+
+ALWAYS void NAME(item)(const product *p, long group, int groups, int dtype) {
+    for (int g = 0; g < groups; g++)
+        for (long row = 0; row < p->rows; row += PLAIN_ROWS)
+            NAME(block)(p, group + g, row, p->rows - row < PLAIN_ROWS ? p->rows - row : PLAIN_ROWS, dtype);
+}
+#undef PLAIN_ROWS
+#endif
+
+ALWAYS void NAME(outputs)(const product *p, long first, long last, int dtype) {
     for (long group = first * GROUPS; group < last * GROUPS && group < p->groups; group += GROUPS) {
         if (group + GROUPS <= p->groups) NAME(item)(p, group, GROUPS, dtype);
         else NAME(item)(p, group, GROUPS / 2, dtype);
@@ -102,18 +128,8 @@ INLINE void NAME(outputs)(const product *p, long first, long last, int dtype) {
         (void)member; \
         NAME(outputs)(job, first, last, dtype); \
     }
-WORK(fma_float32, FLOAT32)
-WORK(fma_bfloat16, BFLOAT16)
-WORK(fma_float16, FLOAT16)
+WORK(float32_rows, FLOAT32)
+WORK(bfloat16_rows, BFLOAT16)
+WORK(float16_rows, FLOAT16)
 
 #undef WORK
-#undef SUMS_OF_SIX
-#undef SUMS_OF_TWO
-#undef vf
-#undef BOTH
-#undef EACH
-#undef NEAREST8
-#undef NAME
-#undef PASTE
-#undef PASTE_
-#undef INLINE

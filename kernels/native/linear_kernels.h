@@ -29,7 +29,6 @@ extern const pool_work linear_plain[3]; /* by dtype */
 extern const pool_work linear_fma256[3], linear_fma512[3];
 void linear_dot(const void *job, long first, long last, int member);
 void linear_amx(const void *job, long first, long last, int member);
-int linear_amx_allowed(void);
 #endif
 
 /* Outputs of the group that exist. */
