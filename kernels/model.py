@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from kernels.backend import Backend
 from kernels.cache import PagedCache
 from kernels.model_config import ModelConfig
+from kernels.native_backend import NativeBackend
+from kernels.native_linear import NativeLinear
+from kernels.native_model import NativeLayer, NativeModel
 from kernels.products import Linear, Products, choose_products
 from kernels.rope import RopeTable, make_rope_table
 from kernels.step import StepLayout
@@ -55,9 +58,16 @@ class CausalModel:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
+        self._native = _all_native(config, backend, rope, embedding, layers, final_norm)
 
     def forward(self, token_ids: torch.Tensor, step: StepLayout, cache: PagedCache) -> torch.Tensor:
         """token_ids `[tokens]` int64 to normed hidden states `[tokens, hidden]`; writes this step's KV."""
+        if self._native is not None:
+            return self._native.forward(token_ids, step, cache)
+        return self.forward_by_layers(token_ids, step, cache)
+
+    def forward_by_layers(self, token_ids: torch.Tensor, step: StepLayout, cache: PagedCache) -> torch.Tensor:
+        """The same, operation by operation: where not all is native, and to compare with where it is."""
         ops, eps = self.backend, self.config.rms_norm_eps
         residual = F.embedding(token_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -77,6 +87,26 @@ class CausalModel:
         ties between the best tokens would be everyday.
         """
         return self._head(hidden)
+
+
+def _all_native(
+    config: ModelConfig,
+    backend: Backend,
+    rope: RopeTable,
+    embedding: torch.Tensor,
+    layers: list[_Layer],
+    final_norm: torch.Tensor,
+) -> NativeModel | None:
+    if not isinstance(backend, NativeBackend):
+        return None
+    native = []
+    for layer in layers:
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ours = [linear for linear in linears if isinstance(linear, NativeLinear)]
+        if len(ours) != len(linears):
+            return None
+        native.append(NativeLayer(layer.attention_norm, layer.mlp_norm, layer.qk_norms, *ours))
+    return NativeModel(config, backend, rope, embedding, native, final_norm)
 
 
 def load_model(

@@ -153,6 +153,12 @@ static void score(const amx_state *s) {
     }
 }
 
+/* To bf16; denormal numbers become zero, as the matrix unit takes them anyway. */
+static inline __attribute__((always_inline)) void narrow(void *to, vf x) {
+    const __m256bh halves = _mm512_cvtneps_pbh(x);
+    memcpy(to, &halves, sizeof halves);
+}
+
 /* 2^x for x <= 0, within 2e-7 of its size; NaN stays NaN. 2^rest is a minimax polynomial on [-1/2, 1/2]. */
 static inline __attribute__((always_inline)) __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -181,8 +187,7 @@ static float weigh(float *scores, int seen, int longest, float scale) {
         vf weight = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t), factor, top));
         if (t + 16 > seen) weight = first_amx(weight, seen - t, 0.0f);
         sum = _mm512_add_ps(sum, weight);
-        __m256bh narrow = _mm512_cvtneps_pbh(weight);
-        memcpy(weights + t, &narrow, sizeof narrow);
+        narrow(weights + t, weight);
     }
     for (; t < longest; t += 16) _mm256_storeu_si256((__m256i *)(weights + t), _mm256_setzero_si256());
     return sum_lanes_amx(sum);
@@ -256,9 +261,9 @@ static void mix_many(const amx_state *s, int dim, float *out) {
 static void write_out(const amx_state *s, const float *sums, const float *totals, int dim, int columns) {
     for (int p = 0; p < s->tile->pairs; p++) {
         char *out = s->tile->args->out + (place_of(s->tile, p) + dim) * 2;
-        const vf total = _mm512_set1_ps(totals[p]);
+        const vf inverse = _mm512_set1_ps(1.0f / totals[p]);
         for (int c = 0; c < columns; c++)
-            storebf_amx((uint16_t *)out + 16 * c, _mm512_div_ps(_mm512_loadu_ps(sums + p * 64 + 16 * c), total));
+            narrow(out + 32 * c, _mm512_mul_ps(_mm512_loadu_ps(sums + p * 64 + 16 * c), inverse));
     }
 }
 
@@ -278,7 +283,7 @@ void amx_attend(const attention_tile *tile) {
     };
     for (int p = 0; p < tile->pairs; p++)
         for (int i = 0; i < a->head_dim; i += 16)
-            storebf_amx(s.q + p * a->head_dim + i, _mm512_loadu_ps(a->q + place_of(tile, p) + i));
+            narrow(s.q + p * a->head_dim + i, _mm512_loadu_ps(a->q + place_of(tile, p) + i));
     score(&s);
     float totals[AMX_PAIRS], sums[AMX_PAIRS * 64];
     const float scale = (float)(1.0 / sqrt((double)a->head_dim));

@@ -37,12 +37,19 @@ INLINE vf NAME(first_of_pairs)(const uint16_t *p) {
 INLINE vf NAME(second_of_pairs)(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000u)));
 }
-INLINE void NAME(storebf)(uint16_t *p, vf x) {
+/* The upper halves are x rounded to bf16, the lower ones are left over. */
+INLINE __m512i NAME(to_upper_halves)(vf x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i nearest = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-    nearest = _mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(nearest));
+    __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+}
+INLINE void NAME(storebf)(uint16_t *p, vf x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(NAME(to_upper_halves)(x), 16)));
+}
+INLINE vf NAME(roundedbf)(vf x) {
+    __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    return _mm512_castsi512_ps(_mm512_and_si512(NAME(to_upper_halves)(x), upper));
 }
 INLINE void NAME(storehf)(uint16_t *p, vf x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -94,16 +101,22 @@ INLINE vf NAME(first_of_pairs)(const uint16_t *p) {
 INLINE vf NAME(second_of_pairs)(const uint16_t *p) {
     return BOTH(NAME(second8_of_pairs)(p), NAME(second8_of_pairs)(p + 16));
 }
-INLINE __m256i NAME(nearest8)(__m256 x) {
+/* The upper halves are x rounded to bf16, the lower ones are left over. */
+INLINE __m256i NAME(to_upper8)(__m256 x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc0), nan);
+    return _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc00000), nan);
 }
 INLINE void NAME(storebf)(uint16_t *p, vf x) {
-    __m256i both = _mm256_packus_epi32(NAME(nearest8)(x.a), NAME(nearest8)(x.b));
-    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xd8));
+    __m256i a = _mm256_srli_epi32(NAME(to_upper8)(x.a), 16), b = _mm256_srli_epi32(NAME(to_upper8)(x.b), 16);
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
+}
+INLINE vf NAME(roundedbf)(vf x) {
+    __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
+    return BOTH(_mm256_castsi256_ps(_mm256_and_si256(NAME(to_upper8)(x.a), upper)),
+                _mm256_castsi256_ps(_mm256_and_si256(NAME(to_upper8)(x.b), upper)));
 }
 INLINE void NAME(storehf)(uint16_t *p, vf x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -143,6 +156,7 @@ INLINE vf NAME(loadhf)(const uint16_t *p) { EACH(from_float16(p[i])); }
 INLINE vf NAME(first_of_pairs)(const uint16_t *p) { EACH(from_bfloat16(p[2 * i])); }
 INLINE vf NAME(second_of_pairs)(const uint16_t *p) { EACH(from_bfloat16(p[2 * i + 1])); }
 INLINE void NAME(storebf)(uint16_t *p, vf x) { for (int i = 0; i < 16; i++) p[i] = to_bfloat16(x.f[i]); }
+INLINE vf NAME(roundedbf)(vf x) { EACH(from_bfloat16(to_bfloat16(x.f[i]))); }
 INLINE void NAME(storehf)(uint16_t *p, vf x) { for (int i = 0; i < 16; i++) p[i] = to_float16(x.f[i]); }
 INLINE vf NAME(first)(vf x, int count, float fill) { EACH(i < count ? x.f[i] : fill); }
 INLINE vf NAME(nearest)(vf x) { EACH(nearbyintf(x.f[i])); }
@@ -200,8 +214,9 @@ INLINE vf NAME(exp)(vf x) {
 INLINE vf NAME(rounded)(vf x, int dtype) {
     uint16_t there[16];
     if (dtype == FLOAT32) return x;
-    NAME(store)((char *)there, x, dtype);
-    return NAME(load)((const char *)there, dtype);
+    if (dtype == BFLOAT16) return NAME(roundedbf)(x);
+    NAME(storehf)(there, x);
+    return NAME(loadhf)(there);
 }
 
 /* The first `count` of sixteen, zeros behind them. */

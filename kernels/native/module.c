@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "dispatch.h"
+#include "forward_module.h"
 #include "linear_module.h"
 #include "rows.h"
 #include "sampling.h"
@@ -120,6 +121,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernels._native", NU
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *created = PyModule_Create(&module);
-    if (created && (add_linear(created) < 0 || add_blocks(created) < 0 || add_sampling(created) < 0)) Py_CLEAR(created);
+    if (created && (add_linear(created) < 0 || add_blocks(created) < 0 || add_sampling(created) < 0 ||
+                    add_forward(created) < 0))
+        Py_CLEAR(created);
     return created;
 }

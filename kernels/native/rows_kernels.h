@@ -1,6 +1,6 @@
 /* The small operations for one range of tokens, included once per instruction set by variants.h. */
 
-/* x[0 .. size) to its norm, rounded twice as the models do; `to` may be x. Sums: one of even and one of odd lanes' 16. */
+/* x[0 .. size) to its norm, rounded to `to_dtype` twice as the models do; `to` may be x. Sums: one of even and one of odd lanes' 16. */
 INLINE void NAME(norm_row)(char *to, const char *x, const float *weight, int size, float eps, int dtype, int to_dtype) {
     const int item = ITEM_BYTES(dtype);
     vf even = NAME(set1)(0.0f), odd = NAME(set1)(0.0f);
@@ -16,7 +16,8 @@ INLINE void NAME(norm_row)(char *to, const char *x, const float *weight, int siz
     for (int i = 0; i < size; i += 16) {
         vf normed = NAME(rounded)(NAME(mul)(NAME(load_some)(x + (long)i * item, size - i, dtype), inverse), to_dtype);
         normed = NAME(mul)(normed, NAME(load_some)((const char *)(weight + i), size - i, FLOAT32));
-        NAME(store_some)(to + (long)i * item, NAME(rounded)(normed, to_dtype), size - i, dtype);
+        if (dtype != to_dtype) normed = NAME(rounded)(normed, to_dtype);
+        NAME(store_some)(to + (long)i * item, normed, size - i, dtype);
     }
 }
 
