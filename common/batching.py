@@ -317,10 +317,10 @@ class BatchingCore:
     def add_decode_rows(self, seqs: Seq[Sequence]) -> None:
         """The same for sequences with one token left each, in one go."""
         batch = self._batch
+        batch.slots += [seq.slot for seq in seqs]
+        batch.starts += [seq.num_computed for seq in seqs]
+        batch.token_ids += [seq.tokens[-1] for seq in seqs]
         for seq in seqs:
-            batch.slots.append(seq.slot)
-            batch.starts.append(seq.num_computed)
-            batch.token_ids.append(seq.tokens[-1])
             seq.in_batch = True
         batch.rows += seqs
         batch.counts += [1] * len(seqs)

@@ -69,17 +69,13 @@ class Records:
         finish: str | None,
     ) -> None:
         """Puts the sequence's newest token into the next message to its front."""
+        request_id, attempt = seq.key
         length = len(seq.tokens) - 1
+        # Of the prompt alone: a later attempt also finds what earlier ones computed of the answer.
+        cached_tokens = seq.cached_tokens if length == seq.start_len == seq.prompt_len else None
         row = TokenRow(
-            seq.request.request_id,
-            seq.key[1],
-            length - seq.prompt_len,
-            (token,),
-            logprobs,
-            finish,  # type: ignore[arg-type]
-            # Of the prompt alone: a later attempt also finds what earlier ones computed of the answer.
-            seq.cached_tokens if length == seq.start_len == seq.prompt_len else None,
-        )
+            request_id, attempt, length - seq.prompt_len, (token,), logprobs, finish, cached_tokens
+        )  # type: ignore[arg-type]
         self.outbox.put(seq.request.front, row)
 
     def end(

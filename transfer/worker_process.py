@@ -112,9 +112,9 @@ MakeNode = Callable[[BatchingCore, str, int], PureWorker]
 """Batching core, fingerprint digest, bytes per block to the pure worker of a role."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """One row's result in the terms of `common`."""
+    """One row's result in the terms of `common`. Not frozen: one for every token."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -352,13 +352,12 @@ def _one_by_one(batch: Batch) -> list[Batch]:
 
 
 def _rows(result: StepResult) -> list[RowResult]:
-    rows: list[RowResult] = []
-    for index, (ids, logprobs) in enumerate(zip(result.ids, result.logprobs, strict=True)):
-        prompt = _said(result.prompts.get(index, ()))
-        if ids:
-            rows.append(Row(ids, None if logprobs is None else _said(logprobs), prompt))
-        else:
-            rows.append(Row((), None, prompt) if prompt else NOTHING)
+    each = zip(result.ids, result.logprobs, strict=True)
+    rows: list[RowResult] = [
+        Row(ids, None if logprobs is None else _said(logprobs)) if ids else NOTHING for ids, logprobs in each
+    ]
+    for index, said in result.prompts.items():
+        rows[index] = Row(rows[index].ids, rows[index].logprobs, _said(said))
     return rows
 
 
