@@ -7,11 +7,13 @@ that bring no token (MAX_FRUITLESS).
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
 from common.lifecycle import LIVE_PHASES, Phase
 from common.messages import Abort, RequestEnded
-from common.request import WorkerId
+from common.request import RequestId, WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.lost_tokens import LostTokens
 from coordinator.queue import WaitingQueue
@@ -48,6 +50,9 @@ class Attempts:
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._unheld_after_s = unheld_after_s
+        # When each that waits may have waited too long, the next one first: looking at all of a long queue four times a
+        # second would stop every stream meanwhile. Some have been dispatched since, or have ended.
+        self._due: list[tuple[float, int, RequestId]] = []
 
     # ------------------------------------------------------------ how one goes on
 
@@ -102,9 +107,37 @@ class Attempts:
 
     # ------------------------------------------------------------ what time does
 
+    def waits(self, tracked: Tracked, now: float) -> None:
+        """It stands in the queue from now on, or is held there."""
+        heappush(self._due, (self._waits_until(tracked, now), tracked.arrival, tracked.id))
+        if len(self._due) > 2 * len(self._tracker) + 1024:
+            self._due = [one for one in self._due if self._is_waiting(one[2])]
+            heapify(self._due)
+
+    def overdue(self, now: float) -> list[Effect]:
+        """Ends those that have waited too long."""
+        effects: list[Effect] = []
+        again: list[Tracked] = []
+        while self._due and self._due[0][0] <= now:
+            tracked = self._tracker.get(heappop(self._due)[2])
+            if tracked is not None and tracked.life.phase is Phase.WAITING:
+                effects += self._out_of_time(tracked, now)
+                again.append(tracked)
+        for tracked in again:
+            if self._is_waiting(tracked.id):
+                self.waits(tracked, now)
+        return effects
+
+    def _is_waiting(self, request_id: RequestId) -> bool:
+        tracked = self._tracker.get(request_id)
+        return tracked is not None and tracked.life.phase is Phase.WAITING
+
+    def _waits_until(self, tracked: Tracked, now: float) -> float:
+        until = now + self._max_wait_s - self._waited_s(tracked, now)
+        return until if tracked.deadline is None or tracked.outputs else min(until, tracked.deadline)
+
     def look_after(self, tracked: Tracked, now: float) -> list[Effect]:
-        if tracked.life.phase is Phase.WAITING:
-            return self._out_of_time(tracked, now)
+        """One that workers have."""
         if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
             said = self.abort_holders(tracked, "deadline")
             return said + self.fail(
@@ -129,17 +162,27 @@ class Attempts:
         """A deadline is for the first token; who has that waits as long as anybody may. So does a follower, once while
         it is held (its leader may need as long) and once in line, and there again whenever one of its family ends: more
         than a batch holds come in waves."""
-        waited_s = tracked.life.seconds_in(Phase.WAITING, now)
+        waited_s = self._waited_s(tracked, now)
         family = tracked.family
-        if family is not None and tracked.request.follows:
-            waited_s = min(waited_s, now - family.moved_at)
-            if waited_s >= self._max_wait_s and self._dispatcher.let_go(family, now):
-                return []
+        if (
+            family is not None
+            and tracked.request.follows
+            and waited_s >= self._max_wait_s
+            and self._dispatcher.let_go(family, now)
+        ):
+            return []
         late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
         if not late and waited_s < self._max_wait_s:
             return []
         reason = f"no worker took it within {waited_s:.1f} s"
         return self.fail(tracked, "RequestFailed" if tracked.outputs else "DeadlinePassed", reason, now)
+
+    def _waited_s(self, tracked: Tracked, now: float) -> float:
+        waited_s = tracked.life.seconds_in(Phase.WAITING, now)
+        family = tracked.family
+        if family is not None and tracked.request.follows:
+            return min(waited_s, now - family.moved_at)
+        return waited_s
 
     def _ask_again(self, tracked: Tracked, now: float) -> list[Effect]:
         if now < tracked.ask_at:
@@ -191,6 +234,7 @@ class Attempts:
         self._dispatcher.take_back(tracked)
         tracked.life.move(Phase.WAITING, now)
         self._dispatcher.enqueue(tracked, now)
+        self.waits(tracked, now)
         return said
 
     def abort_holders(self, tracked: Tracked, reason: str) -> list[Effect]:

@@ -118,11 +118,14 @@ class Cluster:
         assert self.tracker.get(request.request_id) is None, "request ids are minted once"
         leader = self.tracker.get(RequestId(request.leader)) if request.follows else None
         if leader is not None and leader.family is not None:  # its first token is not the request's first
-            self._dispatcher.hold(self.tracker.new(request, None, now), leader.family, now)
+            tracked = self.tracker.new(request, None, now)
+            self._dispatcher.hold(tracked, leader.family, now)
+            self._attempts.waits(tracked, now)
             return
         tracked = self.tracker.new(request, deadline, now)
         tracked.family = Family(moved_at=now) if request.leader else None
         self._dispatcher.enqueue(tracked, now)
+        self._attempts.waits(tracked, now)
 
     def from_front(self, message: Message, now: float) -> list[Effect]:
         """What the front saw or its client did; whoever waits gets the room that this makes."""
@@ -359,8 +362,9 @@ class Cluster:
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True
-            for tracked in self.tracker.all():
+            for tracked in self.tracker.dispatched():
                 effects += self._attempts.look_after(tracked, now)
+            effects += self._attempts.overdue(now)
         return effects + self._dispatcher.give_out(now)
 
     def next_deadline(self, now: float) -> float | None:

@@ -163,6 +163,7 @@ class Dispatcher:
     def take_back(self, tracked: Tracked) -> None:
         """Its present attempt is over, the next one not dispatched."""
         self.release(tracked)
+        self._tracker.comes_back(tracked)
         tracked.prefill = tracked.decode = None
         tracked.attempt = NO_ATTEMPT
 
@@ -230,6 +231,7 @@ class Dispatcher:
         tracked.passes = 0
         tracked.seen_at = tracked.dispatched_at = now
         tracked.life.move(Phase.QUEUED, now)
+        self._tracker.goes_out(tracked)
         computer = prefill or decode
         tokens = tracked.to_compute(computer.id, tracked.block_size)
         self._router.assign(tracked.id, computer.id, decode.id, tokens, self._blocks(tracked, decode))

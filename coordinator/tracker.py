@@ -111,6 +111,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Tracked] = {}
+        self._out: dict[RequestId, Tracked] = {}  # those of them that workers have
         self._recent: dict[RequestId, Tracked] = {}
         self._arrivals = 0
 
@@ -158,11 +159,21 @@ class Tracker:
         return list(self._live.values())
 
     def dispatched(self) -> list[Tracked]:
-        return [t for t in self._live.values() if t.life.phase is not Phase.WAITING]
+        """Those that workers have: never more than those hold, however many wait."""
+        return list(self._out.values())
+
+    def goes_out(self, tracked: Tracked) -> None:
+        """It is given to workers."""
+        self._out[tracked.id] = tracked
+
+    def comes_back(self, tracked: Tracked) -> None:
+        """No worker has it any more. Idempotent."""
+        self._out.pop(tracked.id, None)
 
     def end(self, tracked: Tracked) -> None:
         """Moves it to the memory of ended ones, which keeps numbers, not prompts: a thousand of those are large."""
         del self._live[tracked.id]
+        self.comes_back(tracked)
         tracked.prompt_tokens, tracked.output_tokens = tracked.request.prompt_tokens, len(tracked.outputs)
         tracked.family = None
         tracked.request = replace(tracked.request, prompt_ids=b"")
