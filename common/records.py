@@ -74,8 +74,14 @@ class Records:
         # Of the prompt alone: a later attempt also finds what earlier ones computed of the answer.
         cached_tokens = seq.cached_tokens if length == seq.start_len == seq.prompt_len else None
         row = TokenRow(
-            request_id, attempt, length - seq.prompt_len, (token,), logprobs, finish, cached_tokens
-        )  # type: ignore[arg-type]
+            request_id,
+            attempt,
+            length - seq.prompt_len,
+            (token,),
+            logprobs,
+            finish,  # type: ignore[arg-type]
+            cached_tokens,
+        )
         self.outbox.put(seq.request.front, row)
 
     def end(
