@@ -51,6 +51,8 @@ class Dispatcher:
         self._attempt = first_attempt
         self._ask_again_s = ask_again_s
         self.room_made = True
+        self._wall: tuple[int, int] | None = None
+        """Where the last walk stopped because too many had no room: nobody behind it is looked at."""
 
     @property
     def idle(self) -> bool:
@@ -60,8 +62,10 @@ class Dispatcher:
     # ------------------------------------------------------------ the queue
 
     def enqueue(self, tracked: Tracked, now: float) -> None:
-        self._queue.push(self._entry(tracked, now))
-        self.room_made = True
+        entry = self._entry(tracked, now)
+        self._queue.push(entry)
+        if self._wall is None or entry.order < self._wall:
+            self.room_made = True
 
     def hold(self, tracked: Tracked, family: Family, now: float) -> None:
         """A follower waits until its family is let go."""
@@ -103,6 +107,7 @@ class Dispatcher:
         passed: list[Tracked] = []
         room = max((worker.longest_tokens for worker in self._registry.usable("decode")), default=0)
         entries = self._queue.ahead(LOOK_AHEAD, room)
+        self._wall = None
         for entry in entries:
             tracked = self._tracker.get(entry.id)
             assert tracked is not None
@@ -110,6 +115,7 @@ class Dispatcher:
             if pair is None:
                 passed.append(tracked)
                 if len(passed) > MAX_BLOCKED:
+                    self._wall = entry.order
                     break
                 continue
             if any(blocked.passes >= MAX_PASSES for blocked in passed):
