@@ -41,8 +41,8 @@ def test_the_front_is_a_real_coordinator(smollm2_dir: Path) -> None:
 
 
 def test_what_waits_makes_a_request_no_dearer() -> None:
-    """A queue ten times as long: half as much again is what a neighbour may make of it, not ten times."""
-    short, long = [request_cost(waiting, requests=40, rounds=4) for waiting in (200, 2000)]
+    """Fifty times as many: four times as dear is what neighbours may make of it."""
+    short, long = [request_cost(waiting, requests=40, rounds=4) for waiting in (100, 5000)]
     assert isinstance(long, RequestCost)
     assert long.dispatch_us < 4 * short.dispatch_us and long.look_us < 4 * short.look_us, (short, long)
 

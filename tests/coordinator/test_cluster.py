@@ -31,7 +31,7 @@ from common.messages import (
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
-from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES
+from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES, Dispatcher
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 
 A = RequestId("a")
@@ -195,6 +195,25 @@ def test_a_long_prompt_lets_a_few_pass() -> None:
     assert passed == MAX_PASSES
     told = bench.front(RequestFinished(first[0], "stop"))
     assert next(m.id for _, m in told if isinstance(m, Prefill)) == "large"
+
+
+def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not be given out, so a full service does not pay for looking; who stands before them is looked for."""
+    bench = ClusterBench("p0", "d0")
+    first, _, _ = bench.dispatched("first", 128)
+    for number in range(MAX_BLOCKED + 2):
+        assert bench.submit(request(f"r{number}")) == []
+    looked_for: list[RequestId] = []
+    pick = Dispatcher._pick
+    monkeypatch.setattr(
+        Dispatcher, "_pick", lambda self, tracked: looked_for.append(tracked.id) or pick(self, tracked)
+    )
+    bench.submit(request("behind"))
+    assert looked_for == []
+    bench.submit(request("before", priority=-1))
+    assert looked_for[0] == "before"
+    told = bench.front(RequestFinished(first[0], "stop"))
+    assert told[0][1].id == "before"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("larges", [1, MAX_BLOCKED + 3])
