@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.effects import ToWorker
@@ -32,6 +34,7 @@ from common.messages import (
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
 from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES, Dispatcher
+from coordinator.tracker import Tracked
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 
 A = RequestId("a")
@@ -205,9 +208,12 @@ def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: py
         assert bench.submit(request(f"r{number}")) == []
     looked_for: list[RequestId] = []
     pick = Dispatcher._pick
-    monkeypatch.setattr(
-        Dispatcher, "_pick", lambda self, tracked: looked_for.append(tracked.id) or pick(self, tracked)
-    )
+
+    def noted(self: Dispatcher, tracked: Tracked) -> Any:
+        looked_for.append(tracked.id)
+        return pick(self, tracked)
+
+    monkeypatch.setattr(Dispatcher, "_pick", noted)
     bench.submit(request("behind"))
     assert looked_for == []
     bench.submit(request("before", priority=-1))
