@@ -6,7 +6,9 @@ order. Nothing waits for an effect: whatever must be certain is asked for again 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from common.messages import Message, PeerAddress
 from common.request import FrontId, Key, WorkerId
@@ -59,3 +61,23 @@ class SendBlock:
 
 Effect = ToCoordinator | ToWorker | ToFront | ToReceiver | ToSender | SendBlock
 """`ToWorker` and the answers to a front come from the coordinator only, the others from workers only."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Some `SendBlock`, as they are carried out: of each its transfer, its index there, and its pool block."""
+
+    target: PeerAddress
+    blocks: list[tuple[Key, int, int]]
+
+
+def gathered(effects: Iterable[Effect]) -> Iterator[Effect | SendBlocks]:
+    """The same in the same order, blocks for one receiver that stand one after the other in one piece: so they can
+    share a message."""
+    for target, run in groupby(effects, key=lambda one: one.target if isinstance(one, SendBlock) else None):
+        if target is None:
+            yield from run
+        else:
+            yield SendBlocks(
+                target, [(one.key, one.index, one.block) for one in run if isinstance(one, SendBlock)]
+            )

@@ -47,13 +47,15 @@ class Sender:
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
     """Where a decode worker takes transfers: its control ROUTER, its data socket, and the channels that blocks may
-    take, each with where a sender finds its end ("" where the data socket is all it needs)."""
+    take, each with where a sender finds its end ("" where the data socket is all it needs). `blocks_at_once`: how many
+    one data message may hold; a worker of protocol 2.0 says nothing, and takes one."""
 
     worker: Annotated[WorkerId, SHORT]
     incarnation: Incarnation
     control: Endpoint
     data: Endpoint
     channels: Annotated[dict[Word, Word], FEW] = field(default_factory=lambda: {"tcp": ""})
+    blocks_at_once: Positive = 1
 
 
 # ---------------------------------------------------------------- worker ↔ coordinator

@@ -1,8 +1,10 @@
 """A channel: how the bytes of a block get from a sender's pool into a receiver's hands.
 
 A header (`Block`) goes over the data socket in every case: which block, how long, its checksum, over which channel.
-What a channel adds is where the bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), and later
-in a buffer on a device. The protocol above (`sender.py`, `receiver.py`) sees none of this.
+Blocks that leave together share a message, in which each has its own header and is a block as any other: the protocol
+above (`sender.py`, `receiver.py`) knows each for itself as good, corrupt or doubled. What a channel adds is where the
+bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), and later in a buffer on a device. The
+protocol sees none of this.
 
 Which channel is a fact of two processes, not of a request: the sender tries its own in order of preference, those
 that the receiver's address offers, and takes the first that opens (`way.py`). So no message about a request says it.
@@ -11,23 +13,34 @@ The contract, the same for all (tests/transfer/test_channels.py):
 - The checksum is of the block as it was when it was packed. What is delivered may be something else (corrupted,
   or written over meanwhile): whoever takes it hashes its own copy, and that decides.
 - A header is delivered at most once, with exactly its bytes or with none. They may be read during that call only.
+- What came in one message is delivered in one call, or in several.
 - Neither end waits for the other, and when one dies the other's descriptors and mappings are closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
 from kernels.block_bytes import checksums, copy_blocks
 
-BlockIn = Callable[[Block, Sender, memoryview], None]
-"""A header, who sent it, and the bytes that came with it (none where there were none)."""
+Arrived = tuple[Block, memoryview]
+"""A header and the bytes that came with it (none where there were none)."""
+
+BlocksIn = Callable[[Sender, Sequence[Arrived]], None]
+"""Who sent them, and what."""
+
+BLOCKS_AT_ONCE = 8
+"""In one message. Waking for each costs both ends more than a block's bytes do; a message is read when all of it is
+there, so that many more than keep both busy would only come later."""
 
 HUNG_UP = "it hung up"
 """Why a way is lost whose peer's process has left, as it does in order too; its death is for others to tell."""
+
+Outbound = tuple[Key, int, int]
+"""A block on its way out: whose, which of them, and the pool block that holds it now."""
 
 Frame = bytes | memoryview
 """What goes beside a header; it may be the pool's own memory, so it is to be sent at once."""
@@ -55,8 +68,8 @@ class SendingEnd(Protocol):
         """Nothing more goes there; no call comes any more. Idempotent."""
         ...
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
-        """Header and frame that bring pool block `block` to `target` as block `index` of `key`."""
+    def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
+        """Headers and frames that bring them to `target`."""
         ...
 
     def end(self) -> None:
@@ -75,8 +88,8 @@ class ReceivingEnd(Protocol):
         """To be called inside the running event loop, once."""
         ...
 
-    def take(self, header: Block, sender: Sender, frame: memoryview, deliver: BlockIn) -> None:
-        """A header came: delivers its block's bytes, now or when they are here."""
+    def take(self, sender: Sender, came: Sequence[Arrived], deliver: BlocksIn) -> None:
+        """Headers came, each with its frame: delivers their blocks' bytes, now or when they are here."""
         ...
 
     def end(self) -> None:
@@ -84,22 +97,45 @@ class ReceivingEnd(Protocol):
         ...
 
 
-def store(pool: Pool, block: int, source: memoryview, header: Block) -> bool:
-    """Copies `source` into the pool block and says whether the copy is what was packed.
+def store(pool: Pool, blocks: Sequence[tuple[int, Block, memoryview]]) -> list[bool]:
+    """Copies each source into its pool block, and says of each whether the copy is what was packed.
 
     The copy is hashed, not the source: the source may be another process's memory, and change between two looks. A
     block that turns out wrong holds rubbish afterwards; it is reserved for this transfer, not delivered, not
-    published, and is filled again or freed.
+    published, and is filled again or freed. So no pool block may stand here twice.
     """
-    if len(source) != header.size:
-        return False
-    own = pool.host_block(block)
-    if own is None:  # a device's pool: checked before it goes there
-        copy = bytes(source)
-        good = checksums([copy])[0] == header.checksum
-        if good:
-            pool.write_block(block, memoryview(copy))
-        return good
-    if len(own) != header.size:
-        return False
-    return copy_blocks([own], [source])[0] == header.checksum
+    good = [False] * len(blocks)
+    fits: list[int] = []
+    targets: list[memoryview] = []
+    for at, (block, header, source) in enumerate(blocks):
+        own = pool.host_block(block)
+        if own is None:
+            good[at] = _store_on_device(pool, block, header, source)
+        elif len(source) == header.size == len(own):
+            fits.append(at)
+            targets.append(own)
+    found = copy_blocks(targets, [blocks[at][2] for at in fits])
+    for at, checksum in zip(fits, found, strict=True):
+        good[at] = checksum == blocks[at][1].checksum
+    return good
+
+
+def store_wanted(pool: Pool, came: Sequence[Arrived], place: Callable[[Block], int | None]) -> list[bool]:
+    """Stores those that `place` has a pool block for. Of each that came, whether it is right: of what nobody waits for
+    nothing else is known. Of several for one place the first is stored, and its verdict is theirs."""
+    places = [place(header) for header, _ in came]
+    first: dict[int, Arrived] = {}
+    for block, one in zip(places, came, strict=True):
+        if block is not None:
+            first.setdefault(block, one)
+    good = dict(zip(first, store(pool, [(block, *one) for block, one in first.items()]), strict=True))
+    return [block is None or good[block] for block in places]
+
+
+def _store_on_device(pool: Pool, block: int, header: Block, source: memoryview) -> bool:
+    """Checked before it goes there."""
+    copy = bytes(source)
+    good = len(copy) == header.size and checksums([copy])[0] == header.checksum
+    if good:
+        pool.write_block(block, memoryview(copy))
+    return good

@@ -46,15 +46,17 @@ def send(
     me: Sender,
     counters: Counters,
 ) -> None:
-    """Sends `frames`, or `frames` and the encoded message when it is not among them; never waits. What the socket
-    does not take is dropped and counted: the protocol says it again."""
-    # pyzmq's send tries at once and gives a future that is done either way.
-    sent = cast(
-        "asyncio.Future[object]",
-        socket.send_multipart([*frames, encode(message, me)], flags=zmq.NOBLOCK, copy=True),
-    )
-    if sent.done() and sent.exception() is not None:
+    """Sends `frames` and behind them the encoded message; never waits. What the socket does not take is dropped and
+    counted: the protocol says it again."""
+    if not send_frames(socket, [*frames, encode(message, me)]):
         counters.add("unsent_messages_total", kind=type(message).__name__)
+
+
+def send_frames(socket: zmq.asyncio.Socket, frames: Sequence[bytes | memoryview]) -> bool:
+    """Whether the socket has taken them. Never waits."""
+    # pyzmq's send tries at once and gives a future that is done either way.
+    sent = cast("asyncio.Future[object]", socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True))
+    return not sent.done() or sent.exception() is None
 
 
 class Turns:

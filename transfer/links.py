@@ -11,8 +11,8 @@ socket takes what is said on it and nothing else: a command comes from the coord
 answer only from the life of the worker that its way leads to, and what a prefill worker began nobody else of its name,
 or another life of it, can go on with or end (it is known by its identity: `peer_of`).
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
-Every message is bounded in size by the socket (`sockets.py`) and checked (`inbox.py`). A data message is two frames:
-the block's bytes, empty where its channel brings them in another way (`channel.py`), then its header.
+Every message is bounded in size by the socket (`sockets.py`) and checked (`inbox.py`). A data message is two frames
+for each of its blocks: the bytes, empty where the channel brings them in another way (`channel.py`), then the header.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from common.messages import (
     SetRole,
     Stop,
 )
-from common.request import Key, WorkerId
+from common.request import WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.addresses import bind
-from transfer.channel import BlockIn, ReceivingEnd, SendingEnd
+from transfer.channel import BLOCKS_AT_ONCE, Arrived, BlocksIn, Outbound, ReceivingEnd, SendingEnd
 from transfer.cluster_key import ClusterKey
 from transfer.fronts import Fronts
 from transfer.inbox import Inbox, Turns, identity, only, send
@@ -150,6 +150,7 @@ class Links:
             str(replace(told, port=control_port)),
             str(replace(told, port=data_port)),
             {name: end.where for name, end in self._receiving.items()},
+            BLOCKS_AT_ONCE,
         )
 
     def start(
@@ -157,7 +158,7 @@ class Links:
         coordinator: str,
         on_control: MessageIn,
         on_peer: MessageIn,
-        on_block: BlockIn,
+        on_blocks: BlocksIn,
         on_gone: Callable[[WorkerId], None] = lambda _: None,
     ) -> None:
         """`on_gone` hears of peers that we sent to and that nobody answers for any more."""
@@ -169,7 +170,7 @@ class Links:
         for end in self._receiving.values():
             end.start()
         self._spawn(self._read_peers(on_peer))
-        self._spawn(self._read_blocks(on_block))
+        self._spawn(self._read_blocks(on_blocks))
 
     def _connect_control(self) -> None:
         assert self._on_control is not None and self._coordinator is not None
@@ -246,14 +247,14 @@ class Links:
         """`peer`: as `peer_of` names it."""
         self._send(self._peers, message, peer.encode())
 
-    def send_block(self, target: PeerAddress, key: Key, index: int, block: int) -> None:
-        """Ships pool block `block`, whose content is that of `key` now; it may be another's a moment later."""
+    def send_blocks(self, target: PeerAddress, blocks: Sequence[Outbound]) -> None:
+        """Ships pool blocks, as their content is now; it may be another a moment later."""
         try:
             way = self._way_to(target)
         except zmq.ZMQError:  # we are out of sockets: it counts as lost, and will be asked for
-            self._counters.add("unsent_messages_total", kind="Block")
+            self._counters.add("unsent_messages_total", float(len(blocks)), kind=Block.__name__)
             return
-        way.send_block(key, index, block)
+        way.send_blocks(blocks)
 
     def _send(self, socket: zmq.asyncio.Socket, message: Message, *before: bytes) -> None:
         send(socket, before, message, self.me, self._counters)
@@ -354,29 +355,38 @@ class Links:
                 self._inbox.guard(deliver, read[1], read[0])
             await turns.after_message()
 
-    async def _read_blocks(self, deliver: BlockIn) -> None:
+    async def _read_blocks(self, deliver: BlocksIn) -> None:
         turns = Turns(lambda: self.computing())
         while True:
             frames = await turns.receive(self._data.recv_multipart(copy=False))
-            self._read_block(frames, deliver)
+            self._take_blocks(frames, deliver)
             await turns.after_message()
 
-    def _read_block(self, frames: list[zmq.Frame], deliver: BlockIn) -> None:
-        if len(frames) != 2:
-            self._inbox.violated(
-                ProtocolViolation(f"{len(frames)} frames where a block and its header belong")
-            )
+    def _take_blocks(self, frames: list[zmq.Frame], deliver: BlocksIn) -> None:
+        """A header that is not valid, or not of the first one's sender and channel, is dropped with its frame."""
+        if len(frames) % 2:
+            self._inbox.violated(ProtocolViolation(f"{len(frames)} frames where blocks with headers belong"))
             return
-        read = self._inbox.read(frames[1].buffer, kinds=(Block,))
-        if read is None:
-            return
-        sender, header = read
-        assert isinstance(header, Block)
-        end = self._receiving.get(header.channel)
-        if end is None:
-            self._inbox.violated(ProtocolViolation(f"a block over {header.channel}, which was not offered"))
-        else:
-            self._inbox.guard(end.take, header, sender, memoryview(frames[0].buffer), deliver)
+        came: list[Arrived] = []
+        sender: Sender | None = None
+        for frame, head in zip(frames[::2], frames[1::2], strict=True):
+            read = self._inbox.read(head.buffer, kinds=(Block,))
+            if read is None:
+                continue
+            one, header = read
+            assert isinstance(header, Block)
+            sender = sender or one
+            if one != sender or (came and header.channel != came[0][0].channel):
+                self._inbox.violated(ProtocolViolation("blocks of several in one message"))
+            elif header.channel not in self._receiving:
+                self._inbox.violated(
+                    ProtocolViolation(f"a block over {header.channel}, which was not offered")
+                )
+            else:
+                came.append((header, memoryview(frame.buffer)))
+        if sender is not None and came:
+            end = self._receiving[came[0][0].channel]
+            self._inbox.guard(end.take, sender, came, deliver)
 
     # ------------------------------------------------------------ inside
 

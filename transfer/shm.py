@@ -35,7 +35,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from common.counters import Counters
@@ -50,10 +51,10 @@ from common.messages import (
     Segment,
     Sender,
 )
-from common.request import Key, WorkerId
+from common.request import WorkerId
 from common.wire import decode, encode
 from kernels.block_bytes import checksums
-from transfer.channel import HUNG_UP, BlockIn, Frame, Pool
+from transfer.channel import HUNG_UP, Arrived, BlocksIn, Frame, Outbound, Pool
 from transfer.segment import CannotMap, PoolSegment, map_to_read
 
 log = logging.getLogger(__name__)
@@ -131,14 +132,13 @@ class ShmSending:
             door.limit.cancel()
         _hang_up(door.connection)
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
-        content = self._pool.block_bytes_view(block)
-        (checksum,) = checksums([content])
-        offset = block * self._block_bytes
-        header = Block(
-            *key, index=index, part=0, checksum=checksum, size=len(content), channel="shm", offset=offset
-        )
-        return header, b""
+    def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
+        size = self._block_bytes
+        sums = checksums([self._pool.block_bytes_view(block) for _, _, block in blocks])
+        return [
+            (Block(*key, index, part=0, checksum=sum, size=size, channel="shm", offset=block * size), b"")
+            for (key, index, block), sum in zip(blocks, sums, strict=True)
+        ]
 
     def end(self) -> None:
         for door in list(self._doors.values()):
@@ -179,13 +179,19 @@ class ShmReceiving:
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._listener, self._knock)
 
-    def take(self, header: Block, sender: Sender, frame: memoryview, deliver: BlockIn) -> None:
+    def take(self, sender: Sender, came: Sequence[Arrived], deliver: BlocksIn) -> None:
         guest = self._mapped.get(sender)
-        if guest is None or guest.memory is None or header.offset + header.size > len(guest.memory):
-            deliver(header, sender, memoryview(b""))
-            return
-        with memoryview(guest.memory) as whole, whole[header.offset : header.offset + header.size] as source:
-            deliver(header, sender, source)
+        mapped = b"" if guest is None or guest.memory is None else guest.memory
+        with (
+            ExitStack() as views
+        ):  # all released in the end: a mapping that is still looked at cannot be closed
+            whole = views.enter_context(memoryview(mapped))
+            found: list[Arrived] = []
+            for header, _ in came:
+                start, end = header.offset, header.offset + header.size
+                source = whole[start:end] if end <= len(whole) else whole[:0]
+                found.append((header, views.enter_context(source)))
+            deliver(sender, found)
 
     def end(self) -> None:
         for guest in list(self._guests):

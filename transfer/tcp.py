@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common.messages import Block, ChannelName, PeerAddress, Sender
-from common.request import Key
 from kernels.block_bytes import checksums
-from transfer.channel import BlockIn, Frame, Pool
+from transfer.channel import Arrived, BlocksIn, Frame, Outbound, Pool
 
 
 class TcpSending:
@@ -22,11 +21,13 @@ class TcpSending:
 
     def close(self, target: PeerAddress) -> None: ...
 
-    def pack(self, target: PeerAddress, key: Key, index: int, block: int) -> tuple[Block, Frame]:
-        """The frame is the block itself: the socket copies it when it is sent, which is before this turn ends."""
-        content = self._pool.block_bytes_view(block)
-        (checksum,) = checksums([content])
-        return Block(*key, index=index, part=0, checksum=checksum, size=len(content)), content
+    def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
+        """A frame is the block itself: the socket copies it when it is sent, which is before this turn ends."""
+        frames = [self._pool.block_bytes_view(block) for _, _, block in blocks]
+        return [
+            (Block(*key, index=index, part=0, checksum=checksum, size=len(frame)), frame)
+            for (key, index, _), frame, checksum in zip(blocks, frames, checksums(frames), strict=True)
+        ]
 
     def end(self) -> None: ...
 
@@ -37,7 +38,7 @@ class TcpReceiving:
 
     def start(self) -> None: ...
 
-    def take(self, header: Block, sender: Sender, frame: memoryview, deliver: BlockIn) -> None:
-        deliver(header, sender, frame)
+    def take(self, sender: Sender, came: Sequence[Arrived], deliver: BlocksIn) -> None:
+        deliver(sender, came)
 
     def end(self) -> None: ...

@@ -19,10 +19,10 @@ import zmq
 import zmq.asyncio
 
 from common.counters import Counters
-from common.messages import Message, Offer, PeerAddress, Sender
-from common.request import Key
-from transfer.channel import HUNG_UP, SendingEnd
-from transfer.inbox import send
+from common.messages import Block, Message, Offer, PeerAddress, Sender
+from common.wire import encode
+from transfer.channel import BLOCKS_AT_ONCE, HUNG_UP, Frame, Outbound, SendingEnd
+from transfer.inbox import send, send_frames
 from transfer.presence import Presence
 
 log = logging.getLogger(__name__)
@@ -83,14 +83,20 @@ class Way:
         else:
             self._unsent(message)
 
-    def send_block(self, key: Key, index: int, block: int) -> None:
-        """Ships a pool block by the channel that is open. Where none is, it counts as lost: it will be asked for."""
+    def send_blocks(self, blocks: Sequence[Outbound]) -> None:
+        """Ships pool blocks by the channel that is open. Where none is, they count as lost: they will be asked for."""
         self._choose_again_if_lost()
-        if self._end is None or not self._is_open:
-            self._counters.add("unsent_messages_total", kind="Block")
-            return
-        header, frame = self._end.pack(self.address, key, index, block)
-        send(self._data, [frame], header, self._me, self._counters)
+        at_once = min(BLOCKS_AT_ONCE, self.address.blocks_at_once)
+        for first in range(0, len(blocks), at_once):
+            some = blocks[first : first + at_once]
+            if self._end is None or not self._is_open:
+                self._counters.add("unsent_messages_total", float(len(some)), kind=Block.__name__)
+                continue
+            frames: list[Frame] = []
+            for header, frame in self._end.pack(self.address, some):
+                frames += (frame, encode(header, self._me))
+            if not send_frames(self._data, frames):
+                self._counters.add("unsent_messages_total", float(len(some)), kind=Block.__name__)
 
     def close(self, *, keep_channel: bool = False, linger_ms: int = 0) -> None:
         """With `keep_channel` the channel stands open for the next way to the same life of the peer."""

@@ -13,14 +13,22 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
+from common.effects import (
+    Effect,
+    SendBlocks,
+    ToCoordinator,
+    ToFront,
+    ToReceiver,
+    ToSender,
+    gathered,
+)
 from common.errors import BadConfiguration
 from common.messages import (
     AboutRequest,
-    Block,
     Drain,
     HeartbeatAck,
     Message,
@@ -31,7 +39,7 @@ from common.messages import (
 )
 from common.request import Grammar, Key, WorkerId
 from kernels.cache import PagedCache
-from transfer.channel import store
+from transfer.channel import Arrived, store_wanted
 from transfer.grammar_gate import GrammarGate
 from transfer.grammars_in_use import GrammarsInUse, Holds
 from transfer.links import Links, peer_of
@@ -101,7 +109,7 @@ class WorkerLoop:
         """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
         self._loop = asyncio.get_running_loop()
         self._failure = self._loop.create_future()
-        self._links.start(coordinator, self._from_coordinator, self._from_peer, self._block, self._peer_gone)
+        self._links.start(coordinator, self._from_coordinator, self._from_peer, self._blocks, self._peer_gone)
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(self._asked_to_stop.wait())
         try:
@@ -303,15 +311,16 @@ class WorkerLoop:
                 self._hand(message, sender)
             self._turn()
 
-    def _block(self, header: Block, sender: Sender, source: memoryview) -> None:
+    def _blocks(self, sender: Sender, came: Seq[Arrived]) -> None:
+        """What is wanted of them is copied and checked in one call; then the worker hears of each."""
         worker, now = peer_of(sender), time.monotonic()
-        with self._lock:  # between asking for the place and filling it no other step may be decided
-            try:
-                place = self._node.place(header, worker)
-                good = place is None or store(self._cache, place, source, header)
-                self._node.block(header, worker, good, now)
-            except Exception as error:
-                self._carry_out(self._blame(header.key, error, now))
+        with self._lock:  # between asking for a place and filling it no other step may be decided
+            good = store_wanted(self._cache, came, lambda header: self._node.place(header, worker))
+            for (header, _), right in zip(came, good, strict=True):
+                try:
+                    self._node.block(header, worker, right, now)
+                except Exception as error:
+                    self._carry_out(self._blame(header.key, error, now))
             self._turn()
 
     # ------------------------------------------------------------ one turn
@@ -344,7 +353,7 @@ class WorkerLoop:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         """After what finished steps have to say, which was decided before."""
-        for effect in (*self._stepping.take_said(), *effects):
+        for effect in gathered((*self._stepping.take_said(), *effects)):
             match effect:
                 case ToFront(front, message):
                     self._links.to_front(front, message)
@@ -354,5 +363,5 @@ class WorkerLoop:
                     self._links.to_receiver(target, message)
                 case ToSender(worker, message):
                     self._links.to_sender(worker, message)
-                case SendBlock(target, key, index, block):
-                    self._links.send_block(target, key, index, block)
+                case SendBlocks(target, blocks):
+                    self._links.send_blocks(target, blocks)

@@ -43,7 +43,7 @@ from transfer.links import Links
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.pure_worker import PureWorker
 from transfer.segment import PoolSegment
-from transfer.sockets import allow_open_files
+from transfer.sockets import allow_open_files, keep_freed_memory
 from transfer.worker_loop import WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -153,6 +153,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     # Only who sends need show its pool, and memory that can be shown may have no huge pages (shmem_enabled).
     shown = role == "prefill" and settings.transfer != "tcp"
     model, runner = _load(settings, threads, load, segment.allocate if shown else None)
+    keep_freed_memory()
     runner.prepare_grammars()
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
     uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key))

@@ -256,7 +256,10 @@ class Proxy:
                 continue
             bodies.append(frame.body)
             if not frame.more:
-                await self._pass(connection, end, bodies)
+                for first in range(
+                    0, len(bodies), 2
+                ):  # several blocks go on one by one, each with its header
+                    await self._pass(connection, end, bodies[first : first + 2])
                 bodies = []
 
     async def _pass(self, connection: _Connection, end: _End, bodies: list[bytes]) -> None:

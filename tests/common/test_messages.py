@@ -153,7 +153,7 @@ def test_round_trip(name: str) -> None:
 def test_bytes_are_pinned() -> None:
     """The envelope and the field names are the protocol: a change here is a new version."""
     assert encode(Abort(ID, ATTEMPT, "left"), WHO) == (
-        b"\x87\xa1v\x92\x02\x00\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
+        b"\x87\xa1v\x92\x02\x01\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
         b"\xa2id\xa2r1\xa7attempt\x03\xa6reason\xa4left"
     )
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,17 +21,18 @@ import uvloop
 import xxhash
 
 from common.counters import Counters
-from common.effects import Effect, SendBlock, ToReceiver, ToSender
+from common.effects import Effect, SendBlocks, ToReceiver, ToSender, gathered
 from common.endpoints import Endpoint
 from common.messages import AboutRequest, Block, Message, PeerAddress, Sender
 from common.request import Incarnation, Key, RequestId, WorkerId
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import P, Receiving, handover_of, key, offer_of
-from transfer.channel import SendingEnd, store
+from transfer.channel import Arrived, SendingEnd, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links, peer_of
 from transfer.receiver import TransferReceiver
 from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
+from transfer.sockets import keep_freed_memory
 
 TURN_S = 0.02
 NOBODY = "tcp://127.0.0.1:1"  # where a coordinator would be
@@ -63,7 +64,7 @@ class _End:
     links: Links
 
     def start(self) -> None:
-        self.links.start(NOBODY, lambda message, sender: None, self.hear, self.block)
+        self.links.start(NOBODY, lambda message, sender: None, self.hear, self.blocks)
         self._turning = asyncio.create_task(self._turn_again())
 
     async def _turn_again(self) -> None:
@@ -80,7 +81,7 @@ class _End:
     def hear(self, message: Message, sender: Sender) -> None:
         raise NotImplementedError
 
-    def block(self, header: Block, sender: Sender, source: memoryview) -> None:
+    def blocks(self, sender: Sender, came: Sequence[Arrived]) -> None:
         raise AssertionError("nobody sends blocks here")
 
     def turn(self) -> None:
@@ -133,12 +134,12 @@ class Giver(_End):
         self.most_in_flight = max(self.most_in_flight, self.sender.bytes_in_flight)
 
     def carry(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        for effect in gathered(effects):
             match effect:
                 case ToReceiver(target, message):
                     self.links.to_receiver(target, message)
-                case SendBlock(target, which, index, block):
-                    self.links.send_block(target, which, index, block)
+                case SendBlocks(target, blocks):
+                    self.links.send_blocks(target, blocks)
 
     @property
     def sent(self) -> list[Key]:
@@ -181,11 +182,16 @@ class Taker(_End):
         self.carry(self.receiving.hear(message, time.monotonic()))
         self.turn()
 
-    def block(self, header: Block, sender: Sender, source: memoryview) -> None:
+    def blocks(self, sender: Sender, came: Sequence[Arrived]) -> None:
         """As `WorkerLoop` and `DecodeWorker` do it."""
-        receiver, worker, now = self.receiving.receiver, WorkerId(sender.name), time.monotonic()
-        place = receiver.place(header, worker)
-        good = place is None or store(self.pool, place, source, header)
+        receiver, worker = self.receiving.receiver, WorkerId(sender.name)
+        good = store_wanted(self.pool, came, lambda header: receiver.place(header, worker))
+        for (header, _), right in zip(came, good, strict=True):
+            self._block(header, worker, right)
+        self.turn()
+
+    def _block(self, header: Block, worker: WorkerId, good: bool) -> None:
+        receiver, now = self.receiving.receiver, time.monotonic()
         if not good:
             self.refused += 1
             self.carry(receiver.nack(header, worker, "checksum or size is wrong"))
@@ -197,7 +203,6 @@ class Taker(_End):
             self.verified_bytes[header.channel] = known + header.size
         elif good:
             self.late += 1
-        self.turn()
 
     def turn(self) -> None:
         self.carry(self.receiving.turn(time.monotonic()))
@@ -276,6 +281,7 @@ def address_of(said: dict[str, Any]) -> PeerAddress:
 
 
 def main() -> None:
+    keep_freed_memory()
     kind, *rest = sys.argv[1:]
     if kind == "take":
         name, incarnation, transfer, num_blocks, block_bytes = rest

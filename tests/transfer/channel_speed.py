@@ -22,6 +22,7 @@ from tests.transfer.channel_ends import KEY_FILE, Giver, address_of, until
 from tests.transfer.pair import key
 from tests.transfer.test_channels import another
 from transfer.cluster_key import new_key
+from transfer.sockets import keep_freed_memory
 
 WITH_CURVE = "tcp over CURVE"
 AT_ONCE = 64  # blocks of one transfer
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
+    keep_freed_memory()
     for checked in (False, True):
         best = min(bare_copy(asked.blocks, asked.block_bytes, checked=checked) for _ in range(3))
         say("copy and hash" if checked else "bare copy", best, asked.blocks, asked.block_bytes)

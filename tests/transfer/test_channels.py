@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from common.messages import Block, PeerAddress
 from common.request import Key
 from tests.transfer.bare_pool import CHANNELS, BarePool, content_of
 from tests.transfer.channel_ends import KEY_FILE, Giver, Taker, address_of, until
-from tests.transfer.pair import key
-from transfer.channel import Frame, SendingEnd
+from tests.transfer.pair import handover_of, key, offer_of
+from transfer.channel import Frame, Outbound, SendingEnd
 from transfer.cluster_key import new_key
 
 ROOT = Path(__file__).parents[2]
@@ -119,10 +120,14 @@ class Watched:
     def end(self) -> None:
         self._end.end()
 
-    def pack(self, target: PeerAddress, which: Key, index: int, block: int) -> tuple[Block, Frame]:
-        self._before(block)
-        header, frame = self._end.pack(target, which, index, block)
-        return header, self._after(block, frame)
+    def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
+        for _, _, block in blocks:
+            self._before(block)
+        packed = self._end.pack(target, blocks)
+        return [
+            (header, self._after(block, frame))
+            for (_, _, block), (header, frame) in zip(blocks, packed, strict=True)
+        ]
 
 
 def spoiling(pool: BarePool, times: int) -> Callable[[SendingEnd], SendingEnd]:
@@ -218,7 +223,7 @@ def test_BR_018_a_late_writer_cannot_touch_a_block(channel: str) -> None:
             before = bytes(taker.pool.host_block(0)) + bytes(taker.pool.host_block(1))
             for which in (R, key("r", 2), key("never offered")):
                 for index in (0, 1, 1000):
-                    giver.links.send_block(taker.address, which, index, index % 2)
+                    giver.links.send_blocks(taker.address, [(which, index, index % 2)])
             await until(lambda: taker.late == 9)
             assert bytes(taker.pool.host_block(0)) + bytes(taker.pool.host_block(1)) == before
             assert taker.verified_bytes == {channel: 2 * SMALL}
@@ -235,18 +240,36 @@ def test_a_header_that_names_too_much_brings_nothing(channel: str) -> None:
             await until(lambda: giver.sent)
             (end,) = taker.links._receiving.values()
             heard: list[int] = []
-            good, frame = giver.links._ways[taker.address.worker]._end.pack(taker.address, R, 0, 3)  # type: ignore[union-attr]
+            sending = giver.links._ways[taker.address.worker]._end
+            assert sending is not None
+            ((good, frame),) = sending.pack(taker.address, [(R, 0, 3)])
             for header in (
                 good,
                 replace(good, offset=4 * SMALL),
                 replace(good, offset=1 << 60),
                 replace(good, size=1 << 40),
             ):
-                end.take(
-                    header, giver.me, memoryview(bytes(frame)), lambda h, s, source: heard.append(len(source))
-                )
+                came = [(header, memoryview(bytes(frame)))]
+                end.take(giver.me, came, lambda _, taken: heard.extend(len(source) for _, source in taken))
             del frame
             assert heard == ([SMALL] * 4 if channel == "tcp" else [SMALL, 0, 0, 0])
+
+    run(story())
+
+
+def test_a_block_that_came_twice_in_one_message_is_filled_once(channel: str) -> None:
+    """The second must not write over what the first has brought, or pass for good without a look."""
+
+    async def story() -> None:
+        async with two_ends(channel, 4) as (giver, taker):
+            now = time.monotonic()
+            giver.carry(giver.sender.open(offer_of(R, 2), taker.address, [0, 1], now))
+            await until(lambda: R in taker.receiving.receiver)
+            giver.links.send_blocks(taker.address, [(R, 0, 0), (R, 0, 3), (R, 1, 1), (R, 1, 1)])
+            await until(lambda: taker.late == 2)
+            giver.carry(giver.sender.prompt_computed(handover_of(R, 2), now))
+            await until(lambda: taker.has(R))
+            assert taker.content(R) == wanted([0, 1]) and taker.refused == 0
 
     run(story())
 

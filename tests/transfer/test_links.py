@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ from common.wire import encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import offer_of
 from transfer.addresses import bind
+from transfer.channel import BLOCKS_AT_ONCE, Arrived
 from transfer.cluster_key import ClusterKey
 from transfer.inbox import identity
 from transfer.links import MAX_WAYS, Links, peer_of
@@ -48,6 +49,12 @@ from transfer.tcp import TcpReceiving, TcpSending
 BLOCK_BYTES = 4096
 KEY = (RequestId("a"), Attempt(1))
 CANCEL = Cancel(*KEY, "x")
+_OLDER = (
+    WorkerId("decode-0"),
+    Incarnation(1),
+    "tcp://127.0.0.1:1",
+    "tcp://127.0.0.1:2",
+)  # says nothing of it
 _NOWHERE = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
 
 
@@ -67,14 +74,16 @@ class End:
         self.address = self.links.bind(Endpoint("127.0.0.1", None))
         self.heard: list[tuple[Message, str]] = []
         self.blocks: list[tuple[Block, bytes]] = []
+        self.messages = 0  # that blocks came in
         self.gone: list[str] = []
 
     def start(self, coordinator: str) -> None:
         def hear(message: Message, sender: Sender) -> None:
             self.heard.append((message, sender.name))
 
-        def take(header: Block, sender: Sender, frame: memoryview) -> None:
-            self.blocks.append((header, bytes(frame)))
+        def take(sender: Sender, came: Sequence[Arrived]) -> None:
+            self.blocks += [(header, bytes(frame)) for header, frame in came]
+            self.messages += 1
 
         self.links.start(coordinator, hear, hear, take, self.gone.append)
 
@@ -134,7 +143,7 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
             content = bytes(range(256)) * 16
             p.links.to_receiver(d.address, CANCEL)
             p.pool.write_block(2, content)
-            p.links.send_block(d.address, KEY, 3, 2)
+            p.links.send_blocks(d.address, [(KEY, 3, 2)])
             await until(lambda: d.heard and d.blocks)
             assert d.heard == [(CANCEL, "prefill-0")]
             ((header, frame),) = d.blocks
@@ -143,6 +152,44 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
             d.links.to_sender(peer_of(p.me), Delivered(*KEY))
             await until(lambda: p.heard)
             assert p.heard == [(Delivered(*KEY), "decode-0")]
+
+    run(story())
+
+
+def test_blocks_share_messages_with_a_receiver_that_takes_several() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            assert d.address.blocks_at_once == BLOCKS_AT_ONCE
+            of_an_older_one = replace(d.address, blocks_at_once=PeerAddress(*_OLDER).blocks_at_once)
+            count = 2 * BLOCKS_AT_ONCE + 1
+            for target, messages in ((d.address, 3), (of_an_older_one, count)):
+                d.blocks.clear()
+                d.messages = 0
+                p.links.send_blocks(target, [(KEY, index, index % 4) for index in range(count)])
+                await until(lambda: len(d.blocks) == count)
+                assert [header.index for header, _ in d.blocks] == list(range(count))
+                assert d.messages == messages
+
+    run(story())
+
+
+def test_of_a_message_with_a_bad_header_the_other_blocks_arrive() -> None:
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            p.links.send_blocks(d.address, [(KEY, 0, 0)])
+            await until(lambda: d.blocks)
+            data = next(iter(p.links._ways.values()))._data
+            good = [encode(replace(d.blocks[0][0], index=index), p.me) for index in (1, 2)]
+            stranger = encode(d.blocks[0][0], Sender("prefill-9", Incarnation(1)))
+            over_shm = encode(replace(d.blocks[0][0], channel="shm"), p.me)
+            frame = bytes(BLOCK_BYTES)
+            await data.send_multipart([frame, good[0], frame, b"junk", frame, good[1]])
+            await data.send_multipart([frame, good[0], frame, stranger, frame, over_shm])
+            await data.send_multipart([frame, good[0], frame])
+            await data.send_multipart([frame, good[1]])
+            await until(lambda: len(d.blocks) == 5)
+            assert [header.index for header, _ in d.blocks] == [0, 1, 2, 1, 2]
+            assert d.links._counters.values["protocol_violations_total"] == 4
 
     run(story())
 
@@ -399,7 +446,7 @@ def test_a_block_for_a_peer_that_no_socket_leads_to_is_counted_as_lost() -> None
     async def story() -> None:
         async with coordinator_and("prefill-0") as (_, _, (p,)):
             nowhere = PeerAddress(WorkerId("x"), Incarnation(1), "tcp://127.0.0.1:1", "tcp://*:5")
-            p.links.send_block(nowhere, KEY, 0, 0)
+            p.links.send_blocks(nowhere, [(KEY, 0, 0)])
             assert p.links._counters.values['unsent_messages_total{kind="Block"}'] == 1
 
     run(story())
@@ -411,7 +458,7 @@ def test_a_link_that_is_never_empty_leaves_the_loop_its_turns() -> None:
     async def story() -> None:
         async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
             for _ in range(400):
-                p.links.send_block(d.address, KEY, 3, 2)
+                p.links.send_blocks(d.address, [(KEY, 3, 2)])
             await until(lambda: d.blocks)
             d.links._receiving["tcp"].take = lambda *block: time.sleep(0.002)  # type: ignore[method-assign]
             loop, late_s = asyncio.get_running_loop(), 0.0
@@ -431,7 +478,7 @@ def test_while_a_step_computes_blocks_take_a_share_of_the_time() -> None:
         async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
             spent_s = 0.0
 
-            def take(header: Block, sender: Sender, frame: memoryview, deliver: object) -> None:
+            def take(sender: Sender, came: Sequence[Arrived], deliver: object) -> None:
                 nonlocal spent_s
                 time.sleep(0.001)
                 spent_s += 0.001
@@ -439,7 +486,7 @@ def test_while_a_step_computes_blocks_take_a_share_of_the_time() -> None:
             d.links._receiving["tcp"].take = take  # type: ignore[method-assign]
             d.links.computing = lambda: True
             for _ in range(400):
-                p.links.send_block(d.address, KEY, 3, 2)
+                p.links.send_blocks(d.address, [(KEY, 3, 2)])
             await until(lambda: spent_s)
             spent_s, began = 0.0, time.monotonic()
             await asyncio.sleep(0.3)

@@ -130,7 +130,7 @@ def test_BR_020_what_passes_is_what_was_announced_while_the_source_changes() -> 
         deadline = time.monotonic() + 20
         while good < ENOUGH or bad < ENOUGH:  # on a busy machine the writer runs now and then
             assert time.monotonic() < deadline
-            if store(pool, 0, source, header):
+            if store(pool, [(0, header, source)]) == [True]:
                 good += 1
                 same = pool.host_block(0) == announced
                 assert same
