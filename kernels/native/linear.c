@@ -10,6 +10,8 @@
 #include "dispatch.h"
 #include "linear_kernels.h"
 
+enum { WORTH_SHARING = 1 << 20 };
+
 static long up_to(long size, long multiple) { return (size + multiple - 1) / multiple * multiple; }
 static long num_groups(int out) { return up_to(out, 2 * LANES) / LANES; }
 static long group_bytes(int in, int dtype) {
@@ -99,7 +101,9 @@ int linear_rows(const linear *w, const char *x, long rows, char *y, int out_dtyp
         prepare(w, x, rows, prepared);
     }
     const product p = {w, prepared ? prepared : x, stride, rows, y, out_dtype, group_bytes(w->in, w->dtype), groups};
-    run_parallel(work_of(w), &p, (groups + GROUPS - 1) / GROUPS, rows > 0 ? threads : 1);
+    /* Waking a thread costs about 20 microseconds: one reads some 300 kB of weights meanwhile, or multiplies 16 rows. */
+    if (groups * p.group_bytes * up_to(rows, 16) / 16 < WORTH_SHARING) threads = 1;
+    run_parallel(work_of(w), &p, rows > 0 ? (groups + GROUPS - 1) / GROUPS : 0, threads);
     free(prepared);
     return 1;
 }

@@ -54,7 +54,7 @@ ALWAYS void write_block(const product *p, long row, int rows, long group, tile_s
 }
 
 /* One block of rows by four groups, or by two. */
-ALWAYS void one_by_four(const product *p, long row, int rows, long group, int groups) {
+ALWAYS void one_by(const product *p, long row, int rows, long group, int groups) {
     tile_sums sums[GROUPS];
     const char *x = p->x + row * p->x_stride;
     const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
@@ -82,11 +82,20 @@ ALWAYS void one_by_four(const product *p, long row, int rows, long group, int gr
     for (int g = 0; g < groups; g += 2) write_block(p, row, rows, group + g, sums + g);
 }
 
-/* Two blocks of rows by two groups. */
-ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
+ALWAYS long block_start(const product *p, long block) {
+    return block * 16 + 16 <= p->rows ? block * 16 : p->rows - 16;
+}
+
+/* Two blocks of rows, number `block` and the next, by two groups. Meanwhile a part of the two groups after them comes
+ * into the second cache: the parts of all blocks together are the whole. What lies behind the last group is fetched in
+ * vain, or is the next layer's. */
+ALWAYS void two_by_two(const product *p, long block, long group) {
+    const long row0 = block_start(p, block), row1 = block_start(p, block + 1);
     tile_sums sums[4];
     const char *x0 = p->x + row0 * p->x_stride, *x1 = p->x + row1 * p->x_stride;
     const char *w0 = (const char *)p->w->packed + group * p->group_bytes, *w1 = w0 + p->group_bytes;
+    const long parts = (p->rows + 15) / 32, fetched = 2 * TILE_BYTES / parts; /* bytes for each step */
+    const char *next = w0 + 2 * p->group_bytes + block / 2 * (2 * p->group_bytes / parts);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -100,6 +109,8 @@ ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
         _tile_loadd(5, x1, p->x_stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        for (long line = 0; line < fetched; line += 64) __builtin_prefetch(next + line, 0, 2);
+        next += fetched;
     }
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
@@ -109,25 +120,16 @@ ALWAYS void two_by_two(const product *p, long row0, long row1, long group) {
     write_block(p, row1, 16, group, sums + 2);
 }
 
-ALWAYS long block_start(const product *p, long block) {
-    return block * 16 + 16 <= p->rows ? block * 16 : p->rows - 16;
+static void one_block(const product *p, long row, int rows, long group, int groups) {
+    if (groups == GROUPS) one_by(p, row, rows, group, GROUPS);
+    else one_by(p, row, rows, group, GROUPS / 2);
 }
 
 static void many_rows(const product *p, long group, int groups) {
     const long blocks = (p->rows + 15) / 16;
     for (int g = 0; g < groups; g += 2)
-        for (long block = 0; block + 2 <= blocks; block += 2)
-            two_by_two(p, block_start(p, block), block_start(p, block + 1), group + g);
-    if (blocks % 2) {
-        const long row = block_start(p, blocks - 1);
-        if (groups == GROUPS) one_by_four(p, row, 16, group, GROUPS);
-        else one_by_four(p, row, 16, group, 2);
-    }
-}
-
-static void few_rows(const product *p, long group, int groups) {
-    if (groups == GROUPS) one_by_four(p, 0, (int)p->rows, group, GROUPS);
-    else one_by_four(p, 0, (int)p->rows, group, 2);
+        for (long block = 0; block + 2 <= blocks; block += 2) two_by_two(p, block, group + g);
+    if (blocks % 2) one_block(p, block_start(p, blocks - 1), 16, group, groups);
 }
 
 void linear_amx(const void *job, long first, long last, int member) {
@@ -135,8 +137,8 @@ void linear_amx(const void *job, long first, long last, int member) {
     (void)member;
     shape_tiles(p->rows < 16 ? (int)p->rows : 16);
     for (long group = first * GROUPS; group < last * GROUPS && group < p->groups; group += GROUPS) {
-        const int groups = group + GROUPS <= p->groups ? GROUPS : 2;
-        if (p->rows <= 16) few_rows(p, group, groups);
+        const int groups = group + GROUPS <= p->groups ? GROUPS : GROUPS / 2;
+        if (p->rows <= 16) one_block(p, 0, (int)p->rows, group, groups);
         else many_rows(p, group, groups);
     }
     _tile_release();
