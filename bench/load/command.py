@@ -5,39 +5,50 @@ Exit codes: 0 measured, 2 bad flags, 1 where nothing could be measured or Ctrl-C
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from bench.load import table
-from bench.load.bodies import BodyShape
-from bench.load.client import BadUrl, target_of
-from bench.load.measure import Bench, CannotMeasure, Learned, Limits, learn, measure
-from bench.load.plan import Load
+from bench.load import plots, table, tables_of_several as several
+from bench.load.from_settings import bench_of, head_of, load_of
+from bench.load.measure import Bench, CannotMeasure, Learned, learn, measure
+from bench.load.plan import Load, stream_seed
 from bench.load.progress import progress_bar
-from bench.load.result_file import BadResult, as_json, read_result, row_of
-from bench.load.server_facts import Server, Unreachable
-from bench.load.settings import DEFAULT_PROMPTS, BenchSettings, parse_bench
-from bench.load.summary import summarize
+from bench.load.rate_search import RateSearch
+from bench.load.result_file import BadResult, as_json, is_sweep, plain, read_result, row_of
+from bench.load.runner import Run
+from bench.load.server_facts import ServerSide, Unreachable
+from bench.load.settings import BenchSettings, parse_bench
+from bench.load.summary import Summary, summarize
 from bench.load.surroundings import surroundings
-from bench.load.traces import BadTrace, read_trace, scaled
 from common.errors import BadConfiguration
 from coordinator.admin_client import wide_console
-from coordinator.door.tls import client_context
 
 SEED_BITS = 48
+FIRST_RUN_SEED = 100
+"""Runs of a sweep have seeds of their own, or the later ones would find their prompts in the server's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    run: Run
+    server: ServerSide | None
+    summary: Summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse_bench(sys.argv[1:] if argv is None else argv, os.environ)
+        if settings.plot is not None:
+            plots.require_matplotlib()
         return _compare(settings) if settings.compare else _load(settings)
     except BadConfiguration as error:
         return _fail(str(error), error.exit_code)
@@ -54,165 +65,123 @@ def _fail(why: str, code: int) -> int:
 
 def _load(settings: BenchSettings) -> int:
     seed = settings.seed if settings.seed is not None else secrets.randbits(SEED_BITS)
-    load = _load_of(settings)
-    bench = _bench(settings)
+    load = load_of(settings)
+    bench = bench_of(settings)
     with closing(bench.server):
         learned = uvloop.run(learn(bench, settings.prompt_as, seed))
+        if settings.sweep_rate or settings.find_rate is not None:
+            return _several_runs(settings, bench, load, learned, seed)
         return _one_run(settings, bench, load, learned, seed)
 
 
-def _one_run(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> int:
+def _measure(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> Measured:
     with progress_bar(load.num_requests, enabled=settings.progress) as tell:
         run, server = uvloop.run(measure(bench, load, learned, seed, tell))
-    summary = summarize(run.records, settings.targets, seed)
-    head = _head(settings, bench, load, learned, seed)
-    wide_console().print(table.report(summary, server, head, run.cpu_s, run.wall_s))
-    result = {
-        "settings": {**settings.model_dump(mode="python", exclude={"api_key"}), "seed": seed},
-        "arrivals": head["arrivals"],
-        "lengths": head["lengths"],
-        "cache_state": head["cache"],
-        "surroundings": surroundings(),
-        "server": {"facts": bench.facts, "side": server},
-        "client": {"cpu_s": run.cpu_s, "wall_s": run.wall_s, "interrupted": run.interrupted},
-        "summary": summary,
-        "requests": [row_of(record) for record in run.records],
-    }
-    _save(settings, as_json(result))
+    return Measured(run, server, summarize(run.records, settings.targets, seed))
+
+
+def _one_run(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> int:
+    found = _measure(settings, bench, load, learned, seed)
+    run, summary = found.run, found.summary
+    head = head_of(settings, bench, load, learned, seed)
+    wide_console().print(table.report(summary, found.server, head, run.cpu_s, run.wall_s))
+    rows = [row_of(record) for record in run.records]
+    _save(settings, {**_about(settings, bench, head, seed), **_figures(found), "requests": rows})
+    if settings.plot is not None:
+        plots.plot_runs(settings.plot, {bench.facts.kind: {"requests": rows}})
     if run.interrupted:
         return _fail("ended by Ctrl-C: the figures are those of what was done by then", 1)
     return 0 if summary.completed else _fail("no request was answered", 1)
 
 
-def _save(settings: BenchSettings, text: str) -> None:
+def _about(settings: BenchSettings, bench: Bench, head: dict[str, str], seed: int) -> dict[str, Any]:
+    return {
+        "settings": {**settings.model_dump(exclude={"api_key"}), "seed": seed},
+        "arrivals": head["arrivals"],
+        "lengths": head["lengths"],
+        "cache_state": head["cache"],
+        "surroundings": surroundings(),
+        "service": bench.facts,
+    }
+
+
+def _figures(found: Measured) -> dict[str, Any]:
+    run = found.run
+    client = {"cpu_s": run.cpu_s, "wall_s": run.wall_s, "interrupted": run.interrupted}
+    return {"summary": found.summary, "server": found.server, "client": client}
+
+
+def _save(settings: BenchSettings, result: dict[str, Any]) -> None:
     if settings.save_result is None:
         return
     try:
-        settings.save_result.write_text(text)
+        settings.save_result.write_text(as_json(result))
     except OSError as error:
         raise BadConfiguration(f"--save-result {settings.save_result}: {error.strerror}") from error
 
 
-# ------------------------------------------------------------ from settings
+# ------------------------------------------------------------ several runs
 
 
-def _bench(settings: BenchSettings) -> Bench:
-    tls = client_context(settings.ca_certs, insecure=settings.insecure)
-    base_url = settings.base_url.rstrip("/").removesuffix("/v1")
-    try:
-        target = target_of(base_url, settings.endpoint, tls, settings.api_key or "")
-    except BadUrl as error:
-        raise BadConfiguration(f"--base-url {settings.base_url}: {error}") from None
-    server = Server(base_url, settings.api_key or "", tls)
-    facts = server.facts(settings.model)
-    shape = BodyShape(
-        facts.model,
-        settings.endpoint.endswith("chat/completions"),
-        settings.temperature,
-        settings.ignore_eos,
-        _extra(settings.extra_body),
-    )
-    limits = Limits(
-        settings.max_concurrency, settings.request_timeout, settings.connect_timeout, settings.num_warmups
-    )
-    ids = settings.token_ids
-    return Bench(target, server, facts, shape, limits, ids.low, ids.high, settings.server_metrics)
+def _several_runs(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> int:
+    """One after the other, at given rates or at those that the search asks for."""
+    console = wide_console()
+    first_rate = settings.request_rate if math.isfinite(settings.request_rate) else 1.0
+    search = RateSearch(first_rate, settings.find_rate or 0.0, settings.find_rate_within)
+    given = iter(settings.sweep_rate or ())
+    points: list[dict[str, Any]] = []
+    interrupted = False
+    while not interrupted:
+        rate = search.next_rate() if settings.find_rate is not None else next(given, None)
+        if rate is None:
+            break
+        run_seed = stream_seed(seed, FIRST_RUN_SEED + len(points))
+        found = _measure(settings, bench, replace(load, rate=rate), learned, run_seed)
+        interrupted = found.run.interrupted
+        points.append(plain({"rate": rate, "seed": run_seed, **_figures(found)}))
+        console.print(several.curve(points[-1:]))
+        if found.summary.goodput is not None:
+            search.tell(rate, found.summary.goodput.share.value)
+    head = head_of(settings, bench, load, learned, seed) | {"arrivals": _rates_in_words(settings, points)}
+    console.print(several.curve_report(head, points))
+    rates = {"found": search.found(), "passing": search.passing, "failing": search.failing}
+    if settings.find_rate is not None:
+        console.print(several.rate_line(settings.find_rate, str(settings.targets), search), markup=False)
+    result = {**_about(settings, bench, head, seed), "points": points, "rate": rates}
+    _save(settings, result)
+    if settings.plot is not None and points:
+        plots.plot_curves(settings.plot, {bench.facts.kind: result})
+    return _fail("ended by Ctrl-C: the curve is of what was done by then", 1) if interrupted else 0
 
 
-def _extra(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError as error:
-        raise BadConfiguration(f"--extra-body: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BadConfiguration("--extra-body: expected a JSON object")
-    return found
-
-
-def _load_of(settings: BenchSettings) -> Load:
-    trace = None
-    num_prompts = settings.num_prompts
-    if settings.trace is not None:
-        try:
-            with settings.trace.open() as lines:
-                trace = scaled(read_trace(lines), settings.trace_scale, settings.trace_length_scale)
-        except OSError as error:
-            raise BadConfiguration(f"--trace {settings.trace}: {error.strerror}") from None
-        except (BadTrace, UnicodeDecodeError) as error:
-            raise BadConfiguration(f"--trace {settings.trace}: {error}") from None
-        num_prompts = min(num_prompts or len(trace.rows), len(trace.rows))
-    elif num_prompts is None and settings.duration is None:
-        num_prompts = DEFAULT_PROMPTS
-    return Load(
-        settings.request_rate,
-        settings.burstiness,
-        settings.input_len,
-        settings.output_len,
-        settings.prefix_len,
-        settings.abort_fraction,
-        num_prompts,
-        settings.duration,
-        trace,
-    )
-
-
-def _head(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> dict[str, str]:
-    facts = bench.facts
-    return {
-        "service": f"{facts.kind} {facts.version} at {settings.base_url}{settings.endpoint}, model {facts.model}",
-        "arrivals": _arrivals(settings, load),
-        "lengths": _lengths(settings, load, learned),
-        "cache": _cache(load, settings.seed is not None),
-        "seed": str(seed),
-    }
-
-
-def _arrivals(settings: BenchSettings, load: Load) -> str:
-    if load.trace is not None:
-        said = f"{load.trace.format} trace {settings.trace}, {settings.trace_scale:g} times as fast"
-        if load.trace.spread_over_s:
-            said += f", equal stamps spread over {load.trace.spread_over_s:g} s"
-    elif load.rate == float("inf"):
-        said = "all at once"
-    else:
-        kind = "Poisson" if load.burstiness == 1 else f"gamma, burstiness {load.burstiness:g}"
-        said = f"{load.rate:g} a second, {kind}"
-    return said + (f", at most {settings.max_concurrency} at once" if settings.max_concurrency else "")
-
-
-def _lengths(settings: BenchSettings, load: Load, learned: Learned) -> str:
-    kind = "token ids"
-    if learned.words is not None:
-        kind = "words" if learned.words.exact else f"words of about {learned.words.per_word:.2f} tokens"
-    if load.trace is not None:
-        return f"from the trace, times {settings.trace_length_scale:g}, prompts as {kind}"
-    return f"{load.input_len} tokens in, {load.output_len} out, prompts as {kind}"
-
-
-def _cache(load: Load, repeated: bool) -> str:
-    if load.trace is not None and load.trace.block_tokens:
-        shared = f"prefixes shared by the trace's blocks of {load.trace.block_tokens} tokens"
-    elif load.prefix_len:
-        shared = f"the first {load.prefix_len} tokens are the same in all"
-    else:
-        shared = "fresh prompts"
-    return shared + ("; --seed was given: the server may have seen them" if repeated else "")
+def _rates_in_words(settings: BenchSettings, points: Sequence[dict[str, Any]]) -> str:
+    kind = "Poisson" if settings.burstiness == 1 else f"gamma, burstiness {settings.burstiness:g}"
+    return f"{len(points)} rates, each {kind}"
 
 
 # ------------------------------------------------------------ saved results
 
 
 def _compare(settings: BenchSettings) -> int:
-    results = [_read(path) for path in settings.compare]
-    names = [path.stem for path in settings.compare]
-    wide_console().print(table.comparison(names, results))
+    results = {path.stem: _read(path) for path in settings.compare}
+    if len(results) < len(settings.compare):
+        raise BadConfiguration("--compare: two files have the same name; the table needs names that differ")
+    sweeps = [name for name, result in results.items() if is_sweep(result)]
+    if sweeps and len(sweeps) < len(results):
+        raise BadConfiguration(f"--compare: {sweeps[0]} holds several runs, another file one")
+    console = wide_console()
+    if sweeps:
+        for name, result in results.items():
+            console.print(name, several.curve(result["points"]))
+    else:
+        console.print(several.comparison(results))
+    if settings.plot is not None:
+        (plots.plot_curves if sweeps else plots.plot_runs)(settings.plot, results)
     return 0
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return read_result(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfiguration(f"--compare {path}: {error}") from None
-    except BadResult as error:
+    except (OSError, UnicodeDecodeError, BadResult) as error:
         raise BadConfiguration(f"--compare {path}: {error}") from None

@@ -20,7 +20,7 @@ class BadResult(ValueError):
 
 
 def as_json(result: dict[str, Any]) -> str:
-    return json.dumps(_plain({"format": FORMAT, **result}), indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain({"format": FORMAT, **result}), indent=1, allow_nan=False) + "\n"
 
 
 def read_result(text: str) -> dict[str, Any]:
@@ -31,9 +31,13 @@ def read_result(text: str) -> dict[str, Any]:
         raise BadResult(f"not JSON: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise BadResult(f"not a result that `kvferry bench --save-result` wrote ({FORMAT})")
-    if "summary" not in found or "requests" not in found:
-        raise BadResult("a sweep; compare single runs")
+    if not {"summary", "points"} & found.keys():
+        raise BadResult("holds neither a run nor several")
     return found
+
+
+def is_sweep(result: dict[str, Any]) -> bool:
+    return "points" in result
 
 
 def row_of(record: Record) -> dict[str, Any]:
@@ -61,13 +65,14 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON holds of it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return plain(asdict(value))
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if isinstance(value, (str, int, bool)) or value is None else str(value)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from bench.load.goodput import Targets, parse_targets
 from bench.load.lengths import Span, parse_span
@@ -24,12 +25,33 @@ the next; TPOT from first to last text over the tokens after the first, as the s
 comes from the seed, which is printed and saved. Ctrl-C prints what there is."""
 
 
+def _numbers(value: object) -> object:
+    """'1,2,3.5' → a tuple."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tuple(float(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise ValueError("expected rates with commas between, as in 1,2,3.5") from None
+
+
+def _json_object(text: str) -> str:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("expected a JSON object")
+    return text
+
+
 def _targets(words: tuple[str, ...]) -> tuple[str, ...]:
     parse_targets(words)
     return words
 
 
 Lengths = Annotated[Span, BeforeValidator(parse_span)]
+Rates = Annotated[list[Annotated[float, Field(gt=0)]], BeforeValidator(_numbers)]
 
 
 class BenchSettings(Strict):
@@ -109,7 +131,7 @@ class BenchSettings(Strict):
         True, "answers have exactly the wanted length (vLLM's field `ignore_eos`)", "prompts and answers"
     )
     temperature: float = flag(0.0, "0 is greedy", "prompts and answers", ge=0)
-    extra_body: str = flag(
+    extra_body: Annotated[str, AfterValidator(_json_object)] = flag(
         "", "more fields of every request, a JSON object", "prompts and answers", metavar="JSON"
     )
     abort_fraction: float = flag(
@@ -157,11 +179,41 @@ class BenchSettings(Strict):
     save_result: Path | None = flag(
         None, "all settings, figures and requests as JSON", "results", metavar="FILE.json"
     )
+    plot: Path | None = flag(
+        None, "TTFT and ITL as distributions, throughput over time; of several runs the curve (matplotlib)", "results",
+        metavar="FILE.png",
+    )  # fmt: skip
     compare: tuple[Path, ...] = flag(
-        (), "no run: two saved results beside each other, the second over the first", "results", metavar="FILE.json",
+        (), "no run: saved results (or sweeps) beside each other, and over the first", "results", metavar="FILE.json",
         several=True,
     )  # fmt: skip
     progress: bool = flag(True, "a progress bar where a person looks", "results")
+
+    sweep_rate: Rates | None = flag(
+        None, "one run at each of these rates, and the curve", "several runs", metavar="R,R,…"
+    )
+    find_rate: float | None = flag(
+        None,
+        "finds the highest rate at which this share of requests attains --goodput, by doubling --request-rate and then "
+        "halving the interval",
+        "several runs",
+        gt=0,
+        lt=1,
+        metavar="SHARE",
+    )
+    find_rate_within: float = flag(
+        0.05,
+        "stop when the bounds of that rate are so near, relative",
+        "several runs",
+        gt=0,
+        lt=1,
+        metavar="SHARE",
+    )
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.extra_body or "{}")
+        return found
 
     @property
     def targets(self) -> Targets:
@@ -169,8 +221,16 @@ class BenchSettings(Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> BenchSettings:
-        if self.compare and len(self.compare) != 2:
-            raise ValueError(f"--compare: expected two files, not {len(self.compare)}")
+        if self.find_rate is not None and not self.goodput:
+            raise ValueError("--find-rate: needs targets: --goodput ttft:500 itl:75")
+        if self.find_rate is not None and self.sweep_rate:
+            raise ValueError("--find-rate: not together with --sweep-rate")
+        if (self.find_rate is not None or self.sweep_rate) and self.trace is not None:
+            raise ValueError(
+                "--trace: has rates of its own; use --trace-scale instead of --sweep-rate or --find-rate"
+            )
+        if len(self.compare) == 1:
+            raise ValueError("--compare: expected two files or more")
         if self.prompt_as == "ids" and self.endpoint != "/v1/completions":
             raise ValueError("--prompt-as ids: chat takes text only")
         if self.trace is not None and self.prefix_len:

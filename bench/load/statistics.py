@@ -46,7 +46,8 @@ def wilson(hits: int, of: int) -> Interval:
     z2 = Z_95 * Z_95
     middle = (share + z2 / (2 * of)) / (1 + z2 / of)
     half = Z_95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of)) / (1 + z2 / of)
-    return Interval(share, max(0.0, middle - half), min(1.0, middle + half))
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return Interval(share, min(low, share), max(high, share))  # at 0 and 1 the sums are off by a last bit
 
 
 def distribution(samples: Sequence[Sequence[float]], seed: int) -> Distribution | None:

@@ -1,9 +1,8 @@
-"""What a person reads after a run: tables for a terminal. Pure."""
+"""What a person reads after one run: tables for a terminal. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,7 +20,7 @@ CPU_TOO_MUCH = 0.3
 def report(
     summary: Summary, server: ServerSide | None, head: Mapping[str, str], cpu_s: float, wall_s: float
 ) -> RenderableType:
-    parts: list[RenderableType] = [_facts(head), "", _facts(_counts(summary)), ""]
+    parts: list[RenderableType] = [facts(head), "", facts(_counts(summary)), ""]
     parts.append(_distributions(summary.distributions))
     if summary.goodput is not None:
         parts += ["", Text(goodput_line(summary.goodput))]
@@ -39,7 +38,7 @@ def goodput_line(found: Goodput) -> str:
     )
 
 
-def _facts(rows: Mapping[str, str]) -> Table:
+def facts(rows: Mapping[str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -61,37 +60,37 @@ def _counts(summary: Summary) -> dict[str, str]:
 
 
 def _distributions(found: Mapping[str, Distribution | None]) -> Table:
-    table = _numbers("ms", "n", "mean", "p50", "p95", "p99", "max")
+    table = numbers("ms", "n", "mean", "p50", "p95", "p99", "max")
     for name, of in found.items():
         if of is not None:
             row = (
                 str(of.count),
-                _ms(of.mean),
-                _interval(of.p50),
-                _interval(of.p95),
-                _interval(of.p99),
-                _ms(of.max),
+                ms(of.mean),
+                interval(of.p50),
+                interval(of.p95),
+                interval(of.p99),
+                ms(of.max),
             )
             table.add_row(MEASURES[name][0], *row)
     return table
 
 
-def _interval(of: Interval) -> str:
-    return f"{_ms(of.value)} [{_ms(of.low)} {_ms(of.high)}]"
+def interval(of: Interval) -> str:
+    return f"{ms(of.value)} [{ms(of.low)} {ms(of.high)}]"
 
 
-def _ms(value: float) -> str:
+def ms(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def _server(server: ServerSide) -> RenderableType:
-    table = _numbers("at the server, ms", "p50", "p95", "p99", "")
+    table = numbers("at the server, ms", "p50", "p95", "p99", "")
     for name, of in server.timelines_ms.items():
-        cells = (_ms(of.p50.value), _ms(of.p95.value), _ms(of.p99.value))
+        cells = (ms(of.p50.value), ms(of.p95.value), ms(of.p99.value))
         table.add_row(name, *cells, f"of {of.count} timelines")
     for name, quantiles in server.histograms_ms.items():
         if name not in server.timelines_ms:
-            table.add_row(name, *(_ms(quantiles[p]) for p in ("p50", "p95", "p99")), "read off buckets")
+            table.add_row(name, *(ms(quantiles[p]) for p in ("p50", "p95", "p99")), "read off buckets")
     counted = ", ".join(f"{name} {value:.0f}" for name, value in server.counters.items())
     return Group(table, Text(f"counted meanwhile: {counted}")) if counted else table
 
@@ -119,76 +118,7 @@ def _notes(summary: Summary, cpu_s: float, wall_s: float) -> list[Text]:
     return [Text(note) for note in notes]
 
 
-def comparison(names: Sequence[str], results: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Two saved results; the last column is the second over the first."""
-    table = _numbers("", *names, "ratio")
-    first, second = (result["summary"] for result in results)
-    for name in ("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"):
-        _compare(table, name, first[name], second[name])
-    if first.get("goodput") and second.get("goodput"):
-        _compare(
-            table, "goodput, share", first["goodput"]["share"]["value"], second["goodput"]["share"]["value"]
-        )
-        _compare(
-            table,
-            "goodput, requests/s",
-            first["goodput"]["requests_per_s"],
-            second["goodput"]["requests_per_s"],
-        )
-    for name, (title, _) in MEASURES.items():
-        one, other = first["distributions"].get(name), second["distributions"].get(name)
-        for point in ("p50", "p99") if one and other else ():
-            _compare(
-                table,
-                f"{title} {point}, ms",
-                one[point]["value"],
-                other[point]["value"],
-                one[point],
-                other[point],
-            )
-    return Group(table, Text("[ ]: 95 % intervals. Settings that differ:"), _differences(names, results))
-
-
-def _compare(
-    table: Table, name: str, one: float, other: float, of_one: Any = None, of_other: Any = None
-) -> None:
-    def cell(value: float, of: Any) -> str:
-        return f"{_ms(value)} [{_ms(of['low'])} {_ms(of['high'])}]" if of else f"{value:.3f}"
-
-    ratio = f"{other / one:.3f}" if one else "–"
-    table.add_row(name, cell(one, of_one), cell(other, of_other), ratio)
-
-
-def _differences(names: Sequence[str], results: Sequence[Mapping[str, Any]]) -> Table:
-    table = _numbers("", *names)
-    one, other = ({**result["settings"], **result["server"]["facts"]} for result in results)
-    for key in sorted({*one, *other} - {"workers"}):
-        if one.get(key) != other.get(key):
-            table.add_row(key, str(one.get(key)), str(other.get(key)))
-    return table
-
-
-def curve(points: Sequence[Mapping[str, Any]]) -> Table:
-    """One line for each run of several."""
-    table = _numbers(
-        "asked/s", "came/s", "served/s", "goodput share", "goodput/s", "TTFT p50", "p99", "ITL p50", "p99"
-    )
-    for point in points:
-        summary: Summary = point["summary"]
-        good, ttft, itl = summary.goodput, summary.distributions["ttft_ms"], summary.distributions["itl_ms"]
-        cells = [f"{point['rate']:.3f}", f"{summary.offered_per_s:.3f}", f"{summary.requests_per_s:.3f}"]
-        cells += ["–", "–"] if good is None else [_share(good.share), f"{good.requests_per_s:.3f}"]
-        for of in (ttft, itl):
-            cells += ["–", "–"] if of is None else [_ms(of.p50.value), _ms(of.p99.value)]
-        table.add_row(*cells)
-    return table
-
-
-def _share(of: Interval) -> str:
-    return f"{of.value:.1%} [{of.low:.1%} {of.high:.1%}]"
-
-
-def _numbers(first: str, *others: str) -> Table:
+def numbers(first: str, *others: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     table.add_column(first, no_wrap=True)
     for name in others:

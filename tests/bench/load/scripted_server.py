@@ -61,12 +61,14 @@ def spoken(body: dict[str, Any], first_s: float = 0.0, gap_s: float = 0.0) -> li
 
 @dataclass(slots=True)
 class ScriptedServer:
-    """`bodies` are the requests it got, with `arrived_s` on `time.perf_counter`."""
+    """`bodies` are the requests it got, with `arrived_s` and `stepped_s` on `time.perf_counter`."""
 
     script: Script
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
+    stepped_s: list[float] = field(default_factory=list)
+    """When each step's bytes left, of all answers."""
     connections: int = 0
     at_once: int = 0
     most_at_once: int = 0
@@ -77,8 +79,8 @@ class ScriptedServer:
         try:
             while await self._answer_one(reader, writer):
                 pass
-        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
-            pass  # the client left
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError, RuntimeError):
+            pass  # the client left, or the test is over
         finally:
             writer.close()
 
@@ -101,6 +103,7 @@ class ScriptedServer:
                     await asyncio.sleep(wait_s)
                 if data == HANG_UP:
                     return False
+                self.stepped_s.append(time.perf_counter())
                 writer.write(data)
                 await writer.drain()
         finally:
