@@ -86,7 +86,7 @@ def _report(folder: Folder, out: Path) -> int:
     except NoMatplotlib as error:
         print(f"no plot: {error}", file=sys.stderr)
         return 0
-    print(f"\n{out / 'figures.json'}, {', '.join(map(str, drawn))}")
+    print("\n" + ", ".join(map(str, [out / "figures.json", *drawn])))
     return 0
 
 
