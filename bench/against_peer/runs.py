@@ -127,11 +127,12 @@ class Runner:
 
     def _keep(self, session: Session, cell: Cell) -> None:
         self._folder.keep(session, cell)
-        share = f", {cell.attained / cell.judged:.0%} in time" if cell.judged else ""
-        self._say(
-            f"    {cell.load:<14}{cell.requests_per_s:6.2f} req/s, TTFT p50 {cell.ttft_p50_ms:.0f}, "
-            f"ITL p50 {cell.itl_p50_ms:.1f} p99 {cell.itl_p99_ms:.1f} ms{share}"
-        )
+        said = f"    {cell.load:<14}{cell.requests_per_s:6.2f} req/s"
+        if cell.ttft_p50_ms:
+            said += f", TTFT p50 {cell.ttft_p50_ms:.0f}, ITL p50 {cell.itl_p50_ms:.1f} p99 {cell.itl_p99_ms:.1f} ms"
+        if cell.judged:
+            said += f", {cell.attained / cell.judged:.0%} in time"
+        self._say(said)
 
     @contextmanager
     def _server(self, session: Session) -> Iterator[Target]:
