@@ -343,12 +343,17 @@ class BatchingCore:
         self._joining = {}
         return batch
 
-    def computed(self, seq: Sequence, count: int) -> None:
-        """A row of `count` tokens is back."""
-        seq.in_batch = False
-        seq.num_computed = computed = seq.num_computed + count
-        if count > 1 or computed % self.block_size == 0:  # one token at a time completes a block only there
-            self.publish(seq)
+    def take_back(self, batch: Batch) -> None:
+        """A batch is computed. What ended meanwhile gives its blocks back; the others have more tokens with KV."""
+        block_size = self.block_size
+        for seq, count in zip(batch.rows, batch.counts, strict=True):
+            seq.in_batch = False
+            if seq.over:
+                self.free(seq)
+                continue
+            seq.num_computed = computed = seq.num_computed + count
+            if count > 1 or computed % block_size == 0:  # one token at a time completes a block only there
+                self.publish(seq)
 
 
 def finish_reason(seq: Sequence, token: int) -> str | None:

@@ -276,16 +276,12 @@ class DecodeScheduler:
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to
         nothing but their blocks going back."""
+        self._core.take_back(batch)
         outcomes = []
-        computed, prefilling = self._core.computed, Phase.PREFILLING
-        for seq, count, result in zip(batch.rows, batch.counts, results, strict=True):
-            if seq.over:
-                seq.in_batch = False
-                self._core.free(seq)
-                continue
-            computed(seq, count)
+        prefilling = Phase.PREFILLING
+        for seq, result in zip(batch.rows, results, strict=True):
             ids = result.ids
-            if not ids:
+            if seq.over or not ids:
                 continue
             (token,) = ids
             seq.tokens.append(token)

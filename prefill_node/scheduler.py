@@ -111,15 +111,12 @@ class PrefillScheduler:
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results. Late results of ended sequences come to nothing but the blocks going back."""
-        outcomes = []
-        for seq, count, result in zip(batch.rows, batch.counts, results, strict=True):
-            if seq.over:
-                seq.in_batch = False
-                self._core.free(seq)
-                continue
-            self._core.computed(seq, count)
-            outcomes.append(self._sampled(seq, result, now) if result.ids else Outcome(seq, None, None, None))
-        return outcomes
+        self._core.take_back(batch)
+        return [
+            self._sampled(seq, result, now) if result.ids else Outcome(seq, None, None, None)
+            for seq, result in zip(batch.rows, results, strict=True)
+            if not seq.over
+        ]
 
     def _sampled(self, seq: Sequence, result: RowResult, now: float) -> Outcome:
         (token,) = result.ids

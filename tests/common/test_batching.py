@@ -57,6 +57,10 @@ def core_with_cached(length: int) -> BatchingCore:
     core = make_core()
     first = Sequence(request("first", prompt(length)), attempt(), b"", 1, Phase.QUEUED, 0.0)
     assert core.reserve(first, num_tokens=length, usable_hits=0)
-    core.computed(first, length)
+    core.place(first)
+    core.add_chunk(first, length)
+    batch = core.take_batch()
+    assert batch is not None
+    core.take_back(batch)
     core.free(first)
     return core
