@@ -17,6 +17,7 @@ import uvloop
 from common.config import CoordinatorSettings
 from common.endpoints import Endpoint, parse_endpoint
 from common.logs import set_up_logging
+from common.long_lived import keep_out_of_collections
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane
@@ -49,6 +50,7 @@ def run(settings: CoordinatorSettings, key: ClusterKey | None) -> int:
     tokenizer = Tokenizer(local_folder(settings.model or ""), template)
     structured = StructuredOutput(tokenizer)
     structured.prepare()
+    keep_out_of_collections()
     uvloop.run(_serve(settings, tokenizer, structured, listener, tls, key))
     return 0
 

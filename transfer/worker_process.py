@@ -31,6 +31,7 @@ from common.counters import Counters
 from common.endpoints import Endpoint, parse_endpoint
 from common.errors import BadConfiguration, ModelCannotBeLoaded
 from common.fingerprint import Fingerprint, Value, digest
+from common.long_lived import keep_out_of_collections
 from common.messages import PeerAddress, Register, Role, Sender
 from common.process_space import process_space
 from common.request import Grammar, Incarnation, TokenLogprobs
@@ -220,6 +221,7 @@ async def _serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, loop.stop)
+    keep_out_of_collections()
     await loop.run(settings.coordinator)
 
 
