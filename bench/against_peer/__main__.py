@@ -66,11 +66,9 @@ def _report(folder: Folder, out: Path) -> int:
     rows = figures.rows(cells, CURVE_RATES)
     print()
     print(figures.table(rows))
-    incomplete = [cell for cell in cells if cell.ok < cell.sent]
-    for cell in incomplete:
-        print(
-            f"{cell.sent - cell.ok} of {cell.sent} failed: {cell.alternation} {cell.side} {cell.setting} {cell.load}"
-        )
+    for cell in cells:
+        if why := figures.doubts(cell):
+            print(f"doubtful: {cell.alternation} {cell.side} {cell.setting} {cell.load}: {why}")
     found = {
         "format": "kvferry-against-peer-1",
         "settings": folder.identity,

@@ -14,6 +14,8 @@ from bench.against_peer.plan import Session, Side
 from bench.against_peer.search import Point, Points, crossing, pooled
 
 Better = Literal["more", "less"]
+AT_LEAST_MS = 1.0
+"""No server here takes less from one token to the next: 270 MB of weights are read for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,15 @@ def cell_of(session: Session, load: str, result: Mapping[str, Any]) -> Cell:
 def _quantile(distributions: Mapping[str, Mapping[str, Any]], name: str, quantile: str) -> float:
     value = distributions.get(name, {}).get(quantile, 0.0)
     return float(value["value"] if isinstance(value, Mapping) else value)
+
+
+def doubts(cell: Cell) -> str:
+    """Why this run is not to be believed, "" where nothing speaks against it."""
+    if cell.ok < cell.sent:
+        return f"{cell.sent - cell.ok} of {cell.sent} requests failed"
+    if cell.ttft_p50_ms and cell.itl_p50_ms < AT_LEAST_MS:
+        return "text came all at once: the client was kept from the processor, or the server does not stream"
+    return ""
 
 
 # ------------------------------------------------------------ medians and the best

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,14 @@ def test_a_cell_is_read_from_what_our_client_saves() -> None:
     assert found.itl_p99_ms == pytest.approx(50.0) and found.first_gap_p99_ms == pytest.approx(50.0)
     assert (found.attained, found.judged) == (10, 10) and found.client_cpu_share == pytest.approx(0.05)
     assert cell_of(session, "saturated", saved_result(0.09)).attained == 0
+
+
+def test_a_run_that_cannot_be_is_doubted() -> None:
+    session = Session("vllm", "128", 1, ("curve",))
+    assert figures.doubts(cell_of(session, "curve@2.5", saved_result(0.05))) == ""
+    assert "all at once" in figures.doubts(cell_of(session, "curve@2.5", saved_result(0.0)))
+    assert "1 of 10 requests failed" in figures.doubts(replace(cell("vllm", "128", 1, "witness"), ok=9))
+    assert figures.doubts(cell("vllm", "128", 1, "witness")) == "", "which has no latencies"
 
 
 def test_what_the_peers_own_client_says() -> None:
