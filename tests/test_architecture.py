@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefill_node": {"common", "kernels", "transfer"},
     "decode_node": {"common", "kernels", "transfer"},
     "coordinator": {"common", "transfer"},
-    "bench": {"common", "transfer", "prefill_node", "decode_node", "coordinator"},
+    "bench": {"common", "kernels", "transfer", "prefill_node", "decode_node", "coordinator"},
 }
 # Of kernels, transfer may know where bytes lie and how they are copied, and nothing that computes.
 KERNELS_FOR_TRANSFER = {"kernels.cache", "kernels.block_bytes"}
