@@ -82,10 +82,18 @@ class WorkerRow(Answer):
     """Bytes of one block."""
     step_ms: Seconds
     """Milliseconds that its last steps took."""
+    max_num_seqs: Count
+    """Most requests in one step."""
+    max_num_batched_tokens: Count
+    """Most tokens in one step."""
+    batching: Literal["continuous", "dynamic"]
+    """Whether requests join and leave its batch at every step, or whole batches begin and end together."""
     threads: Count
     """Threads that it computes with."""
     device: str
     """What it computes on."""
+    versions: dict[str, str]
+    """Of kvferry and what it computes with there."""
     incarnation: int
     """Which life of the worker this is: rises with every start."""
 
