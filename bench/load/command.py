@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from bench.load import plots, table, tables_of_several as several
-from bench.load.from_settings import bench_of, head_of, load_of
+from bench.load.from_settings import bench_of, head_of, load_of, within_context
 from bench.load.measure import Bench, CannotMeasure, Learned, learn, measure
 from bench.load.plan import Load, stream_seed
 from bench.load.progress import progress_bar
@@ -47,8 +47,7 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse_bench(sys.argv[1:] if argv is None else argv, os.environ)
-        if settings.plot is not None:
-            plots.require_matplotlib()
+        _require_places(settings)
         return _compare(settings) if settings.compare else _load(settings)
     except BadConfiguration as error:
         return _fail(str(error), error.exit_code)
@@ -56,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 1
+
+
+def _require_places(settings: BenchSettings) -> None:
+    """What would fail after a run of minutes is to be said before it. Raises BadConfiguration."""
+    if settings.plot is not None:
+        plots.require_matplotlib()
+    for flag, path in (("--save-result", settings.save_result), ("--plot", settings.plot)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise BadConfiguration(f"{flag} {path}: cannot be written there")
 
 
 def _fail(why: str, code: int) -> int:
@@ -67,6 +75,7 @@ def _load(settings: BenchSettings) -> int:
     seed = settings.seed if settings.seed is not None else secrets.randbits(SEED_BITS)
     load = load_of(settings)
     bench = bench_of(settings)
+    load = within_context(load, bench.facts.max_model_len)
     with closing(bench.server):
         learned = uvloop.run(learn(bench, settings.prompt_as, seed))
         if settings.sweep_rate or settings.find_rate is not None:

@@ -1,9 +1,8 @@
 """One HTTP/1.1 connection that streams answers: bytes are stamped and read in the callback that brings them.
 
 Why our own and no library: a client that shares two cores with the server must cost next to nothing. Per streamed
-token, one answer at a time, this one takes 20 µs of CPU where httpx takes 170 (`python -m bench.load.client_cost`), and
-no task of the event loop has to be woken before a chunk has its time. The parser is httptools, which the server has
-anyway.
+token this one takes 19 µs of CPU where httpx takes 105 (16 streams of 64 tokens; every report says its own), and no
+task of the event loop has to be woken before a chunk has its time. The parser is httptools, which uvicorn has anyway.
 """
 
 from __future__ import annotations

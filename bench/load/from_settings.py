@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.load.bodies import BodyShape
 from bench.load.client import BadUrl, target_of
 from bench.load.measure import Bench, Learned, Limits
 from bench.load.plan import Load
-from bench.load.server_facts import Server
+from bench.load.server_facts import Facts, Server
 from bench.load.settings import DEFAULT_PROMPTS, BenchSettings
-from bench.load.traces import BadTrace, read_trace, scaled
+from bench.load.traces import BadTrace, fitting, read_trace, scaled
 from common.errors import BadConfiguration
 from coordinator.door.tls import client_context
 
@@ -63,16 +65,37 @@ def load_of(settings: BenchSettings) -> Load:
     )
 
 
+def within_context(load: Load, max_model_len: int | None) -> Load:
+    """Without rows of its trace that the model cannot hold, where the service says how much it can."""
+    if load.trace is None or max_model_len is None:
+        return load
+    try:
+        trace = fitting(load.trace, max_model_len)
+    except BadTrace as error:
+        raise BadConfiguration(f"--trace: {error}") from None
+    return replace(load, trace=trace, num_requests=min(load.num_requests or len(trace.rows), len(trace.rows)))
+
+
 def head_of(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> dict[str, str]:
     facts = bench.facts
     version = f" {facts.version}" if facts.version else ""
     return {
         "service": f"{facts.kind}{version} at {settings.base_url}{settings.endpoint}, model {facts.model}",
+        **({"workers": _workers(facts)} if facts.workers else {}),
         "arrivals": _arrivals(settings, load),
         "lengths": _lengths(settings, load, learned),
         "cache": _cache(load, settings.seed is not None),
         "seed": str(seed),
     }
+
+
+def _workers(facts: Facts) -> str:
+    """Policy and budgets of each, for a kvferry."""
+    return "; ".join(
+        f"{row.get('id')} {row.get('batching', '')} batching, {row.get('max_num_seqs')} sequences and "
+        f"{row.get('max_num_batched_tokens')} tokens a step, {row.get('threads')} threads on {row.get('device')}"
+        for row in facts.workers
+    )
 
 
 def _arrivals(settings: BenchSettings, load: Load) -> str:
@@ -93,7 +116,9 @@ def _lengths(settings: BenchSettings, load: Load, learned: Learned) -> str:
     if learned.words is not None:
         kind = "words" if learned.words.exact else f"words of about {learned.words.per_word:.2f} tokens"
     if load.trace is not None:
-        return f"from the trace, times {settings.trace_length_scale:g}, prompts as {kind}"
+        said = f"from the trace, times {settings.trace_length_scale:g}, prompts as {kind}"
+        left_out = load.trace.left_out
+        return said + (f"; {left_out} rows left out, longer than the model's context" if left_out else "")
     return f"{load.input_len} tokens in, {load.output_len} out, prompts as {kind}"
 
 

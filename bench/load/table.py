@@ -96,26 +96,30 @@ def _server(server: ServerSide) -> RenderableType:
 
 
 def _notes(summary: Summary, cpu_s: float, wall_s: float) -> list[Text]:
-    whole = summary.completed
-    by = "the server's usage" if summary.tokens_counted_by_server else "chunks: the server gives no usage"
     notes = [
         "[ ]: 95 % intervals by bootstrap over requests. A chunk without text is nothing; "
-        f"{summary.tokens_per_chunk:.2f} tokens per chunk with text, tokens by {by}.",
-        f"lengths as asked: {summary.prompts_as_asked} prompts and {summary.outputs_as_asked} answers of {whole}"
-        + (
-            f"; {summary.cached_tokens} prompt tokens from the server's cache"
-            if summary.cached_tokens
-            else ""
-        ),
+        f"{summary.tokens_per_chunk:.2f} tokens per chunk with text",
+        _lengths_as_asked(summary),
     ]
+    if summary.cached_tokens:
+        notes.append(
+            f"{summary.cached_tokens} of {summary.input_tokens} prompt tokens came from the server's cache"
+        )
     share = cpu_s / wall_s if wall_s > 0 else 0.0
     per_token = f", {cpu_s / summary.output_tokens * 1e6:.0f} µs per token" if summary.output_tokens else ""
     notes.append(f"this client took {share:.1%} of a core{per_token}")
     if share > CPU_TOO_MUCH:
-        notes.append(
-            "WARNING: that is enough to delay its own clock; take fewer requests at once or another machine"
-        )
+        notes.append("WARNING: so much delays its own clock; take fewer requests at once or another machine")
     return [Text(note) for note in notes]
+
+
+def _lengths_as_asked(summary: Summary) -> str:
+    if not summary.tokens_counted_by_server:
+        return (
+            "the server gives no usage: chunks with text are counted as tokens, prompts as long as asked for"
+        )
+    prompts, answers, whole = summary.prompts_as_asked, summary.outputs_as_asked, summary.completed
+    return f"as long as asked, by the server's count: {prompts} prompts and {answers} answers of {whole}"
 
 
 def numbers(first: str, *others: str) -> Table:

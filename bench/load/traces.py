@@ -46,6 +46,8 @@ class Trace:
     block_tokens: int = 0
     spread_over_s: float = 0.0
     """The step of the grid over which rows of one stamp were spread, 0 where they were not."""
+    left_out: int = 0
+    """Rows that no answer could be had for: longer than the model's context."""
 
 
 def read_trace(lines: Iterable[str]) -> Trace:
@@ -80,6 +82,16 @@ def scaled(trace: Trace, speed: float, length_scale: float) -> Trace:
     )
     block_tokens = max(1, round(trace.block_tokens * length_scale)) if trace.block_tokens else 0
     return replace(trace, rows=rows, block_tokens=block_tokens, spread_over_s=trace.spread_over_s / speed)
+
+
+def fitting(trace: Trace, max_model_len: int) -> Trace:
+    """Without rows that are longer, prompt and answer together. Raises BadTrace where none is left."""
+    rows = tuple(row for row in trace.rows if row.prompt_tokens + row.output_tokens <= max_model_len)
+    if not rows:
+        raise BadTrace(
+            f"all rows are longer than the model's {max_model_len} tokens; try --trace-length-scale"
+        )
+    return replace(trace, rows=rows, left_out=len(trace.rows) - len(rows))
 
 
 def _with_first(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:

@@ -172,7 +172,7 @@ def test_a_server_that_dies_leaves_a_report(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_trace_is_replayed(tmp_path: Path) -> None:
     trace, result = tmp_path / "t.jsonl", tmp_path / "a.json"
-    rows = [(0, 700, 3, [1, 2]), (100, 600, 2, [1, 3]), (300, 512, 1, [1])]
+    rows = [(0, 700, 3, [1, 2]), (100, 600, 2, [1, 3]), (300, 512, 1, [1]), (400, 40_960, 1, [1])]
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     trace.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
     with scripted(spoken) as server:
@@ -192,6 +192,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     first, second, third = (body["prompt"] for body in server.bodies[-3:])
     assert (len(first), len(second), len(third)) == (70, 60, 51)
     assert first[:51] == second[:51] == third and first[51:60] != second[51:]
+    assert "1 rows left out" in found["lengths"], "the model has 4096 tokens"
     assert "blocks of 51 tokens" in found["cache_state"]
 
 
@@ -252,6 +253,7 @@ def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--trace", "/nowhere.csv"], "--trace"),
         (["--compare", "one.json"], "--compare"),
         (["--compare", "/a.json", "/b.json"], "--compare /a.json"),
+        (["--save-result", "/nowhere/a.json"], "--save-result"),
         (["--sweep-rate", "1,x"], "--sweep-rate"),
         (["--num-promts", "3"], "did you mean --num-prompts"),
     ],
