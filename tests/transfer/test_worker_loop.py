@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -260,3 +261,37 @@ def test_BR_144_a_refused_worker_ends_with_2_and_says_both_values_and_what_to_do
     assert ended.value.exit_code == 2
     for words in ("dtype is bfloat16 there and float16 here", "start it with the model, dtype"):
         assert words in ended.value.message
+
+
+def test_a_step_that_ends_after_the_sockets_says_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Told twice to stop, a worker does not wait for the step that is out."""
+    scene = Scene()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def step(batch: Batch) -> Any:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        return scene.model.run(batch), {}
+
+    scene.loop._stepping._step = step
+
+    async def act() -> None:
+        scene.give("a", FOR_EVER)
+        assert await asyncio.to_thread(begun.wait, LIMIT_S)
+        scene.loop.stop()
+        scene.loop.stop()
+
+    closed = scene.links.close
+    said_at_close: list[int] = []
+
+    async def close() -> None:
+        await closed()
+        said_at_close.append(len(scene.links.said))
+        go_on.set()
+        await asyncio.sleep(0.05)
+
+    scene.links.close = close  # type: ignore[method-assign]
+    scene.play(act)
+    assert said_at_close == [len(scene.links.said)]
+    assert scene.pool.held == 0, "what the late step held is given back all the same"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
