@@ -7,23 +7,39 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,prefer-vector-width=512")
 #include "linear_bf16.h"
 
-/* `groups` groups of outputs for `rows` rows, held in registers. */
+#define ZERO(r) __m512 s##r##0 = _mm512_setzero_ps(), s##r##1 = s##r##0, s##r##2 = s##r##0, s##r##3 = s##r##0;
+#define WEIGHT(g) (__m512bh)_mm512_loadu_si512(weights + (g) * p->group_bytes + k * 64)
+#define STEP(r) \
+    if (rows > r) { \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)(x + r * p->x_stride))[k]); \
+        s##r##0 = _mm512_dpbf16_ps(s##r##0, w0, pair); \
+        s##r##1 = _mm512_dpbf16_ps(s##r##1, w1, pair); \
+        if (groups == GROUPS) { \
+            s##r##2 = _mm512_dpbf16_ps(s##r##2, w2, pair); \
+            s##r##3 = _mm512_dpbf16_ps(s##r##3, w3, pair); \
+        } \
+    }
+#define WRITE(r) \
+    if (rows > r) { \
+        write_group(p, row + r, group, s##r##0); \
+        write_group(p, row + r, group + 1, s##r##1); \
+        if (groups == GROUPS) { \
+            write_group(p, row + r, group + 2, s##r##2); \
+            write_group(p, row + r, group + 3, s##r##3); \
+        } \
+    }
+
+/* Four groups of outputs, or two, for `rows` rows, held in registers. */
 ALWAYS void dot_block(const product *p, long group, int groups, long row, int rows) {
-    __m512 sums[6][GROUPS];
     const char *weights = (const char *)p->w->packed + group * p->group_bytes, *x = p->x + row * p->x_stride;
     const long pairs = (p->w->in + 1) / 2;
-    for (int r = 0; r < rows; r++)
-        for (int g = 0; g < groups; g++) sums[r][g] = _mm512_setzero_ps();
+    FOR_ROWS(ZERO)
     for (long k = 0; k < pairs; k++) {
-        __m512bh w[GROUPS];
-        for (int g = 0; g < groups; g++) w[g] = (__m512bh)_mm512_loadu_si512(weights + g * p->group_bytes + k * 64);
-        for (int r = 0; r < rows; r++) {
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)(x + r * p->x_stride))[k]);
-            for (int g = 0; g < groups; g++) sums[r][g] = _mm512_dpbf16_ps(sums[r][g], w[g], pair);
-        }
+        const __m512bh w0 = WEIGHT(0), w1 = WEIGHT(1);
+        const __m512bh w2 = groups == GROUPS ? WEIGHT(2) : w0, w3 = groups == GROUPS ? WEIGHT(3) : w1;
+        FOR_ROWS(STEP)
     }
-    for (int r = 0; r < rows; r++)
-        for (int g = 0; g < groups; g++) write_group(p, row + r, group + g, sums[r][g]);
+    FOR_ROWS(WRITE)
 }
 
 ALWAYS void dot_item(const product *p, long group, int groups) {

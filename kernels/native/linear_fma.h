@@ -10,8 +10,8 @@ INLINE vf NAME(load_weight)(const char *group, long k, int odd, int dtype) {
     return odd ? NAME(second_of_pairs)(pairs) : NAME(first_of_pairs)(pairs);
 }
 
-/* Adds the bias, rounds, writes the outputs of one group that exist. */
-INLINE void NAME(write_group)(const product *p, long row, long group, vf sum) {
+/* Adds the bias, rounds, writes the outputs of one group that exist. Called, so that the many cases compile fast. */
+static __attribute__((noinline)) void NAME(write_group)(const product *p, long row, long group, vf sum) {
     const int outputs = real_outputs(p, group), item = ITEM_BYTES(p->out_dtype);
     char *to = p->y + (row * p->w->out + group * LANES) * item, rounded_sums[LANES * 4];
     float bias[LANES] = {0};
@@ -27,33 +27,54 @@ INLINE void NAME(write_group)(const product *p, long row, long group, vf sum) {
     }
 }
 
-INLINE void NAME(step)(const char *const *weights, const char *x, long x_stride, long k, int odd, int groups,
-                       int rows, vf (*sums)[GROUPS], int dtype) {
-    vf w[GROUPS];
-    for (int g = 0; g < groups; g++) w[g] = NAME(load_weight)(weights[g], k, odd, dtype);
-    for (int r = 0; r < rows; r++) {
-        const vf one = NAME(set1)(((const float *)(x + r * x_stride))[k]);
-        for (int g = 0; g < groups; g++) sums[r][g] = NAME(fma)(one, w[g], sums[r][g]);
+#define ZERO(r) vf s##r##0 = NAME(set1)(0.0f), s##r##1 = s##r##0, s##r##2 = s##r##0, s##r##3 = s##r##0;
+#define STEP(r) \
+    if (rows > r) { \
+        const vf one = NAME(set1)(((const float *)(x + r * p->x_stride))[k]); \
+        s##r##0 = NAME(fma)(one, w0, s##r##0); \
+        if (groups > 1) s##r##1 = NAME(fma)(one, w1, s##r##1); \
+        if (groups > 2) { \
+            s##r##2 = NAME(fma)(one, w2, s##r##2); \
+            s##r##3 = NAME(fma)(one, w3, s##r##3); \
+        } \
     }
-}
+#define WEIGHT(g, odd) NAME(load_weight)(weights + (g) * p->group_bytes, k, odd, dtype)
+#define FEATURE(odd) \
+    { \
+        const vf w0 = WEIGHT(0, odd), w1 = groups > 1 ? WEIGHT(1, odd) : w0; \
+        const vf w2 = groups > 2 ? WEIGHT(2, odd) : w0, w3 = groups > 2 ? WEIGHT(3, odd) : w0; \
+        (void)w1, (void)w2, (void)w3; \
+        FOR_ROWS(STEP) \
+        k++; \
+    }
+#define WRITE(r) \
+    if (rows > r) { \
+        NAME(write_group)(p, row + r, group, s##r##0); \
+        if (groups > 1) NAME(write_group)(p, row + r, group + 1, s##r##1); \
+        if (groups > 2) { \
+            NAME(write_group)(p, row + r, group + 2, s##r##2); \
+            NAME(write_group)(p, row + r, group + 3, s##r##3); \
+        } \
+    }
 
-/* `groups` groups of outputs for `rows` rows, held in registers. */
+/* One, two or four groups of outputs for `rows` rows, held in registers. */
 INLINE void NAME(block)(const product *p, long group, int groups, long row, int rows, int dtype) {
-    vf sums[6][GROUPS];
-    const char *weights[GROUPS], *x = p->x + row * p->x_stride;
-    const long in = p->w->in;
-    for (int g = 0; g < groups; g++) weights[g] = (const char *)p->w->packed + (group + g) * p->group_bytes;
-    for (int r = 0; r < rows; r++)
-        for (int g = 0; g < groups; g++) sums[r][g] = NAME(set1)(0.0f);
+    const char *weights = (const char *)p->w->packed + group * p->group_bytes, *x = p->x + row * p->x_stride;
+    const long even = p->w->in / 2 * 2;
+    FOR_ROWS(ZERO)
     long k = 0;
-    for (; k + 2 <= in; k += 2) {
-        NAME(step)(weights, x, p->x_stride, k, 0, groups, rows, sums, dtype);
-        NAME(step)(weights, x, p->x_stride, k + 1, 1, groups, rows, sums, dtype);
+    while (k < even) {
+        FEATURE(0)
+        FEATURE(1)
     }
-    if (k < in) NAME(step)(weights, x, p->x_stride, k, 0, groups, rows, sums, dtype);
-    for (int r = 0; r < rows; r++)
-        for (int g = 0; g < groups; g++) NAME(write_group)(p, row + r, group + g, sums[r][g]);
+    if (k < p->w->in) FEATURE(0)
+    FOR_ROWS(WRITE)
 }
+#undef ZERO
+#undef STEP
+#undef WEIGHT
+#undef FEATURE
+#undef WRITE
 
 /* As many sums as the registers hold: 32 of sixteen lanes, or 16 of eight. */
 #if ISA == 512

@@ -31,6 +31,10 @@ void linear_dot(const void *job, long first, long last, int member);
 void linear_amx(const void *job, long first, long last, int member);
 #endif
 
+/* Up to six rows by four groups of sums have a name each, s00 to s53: of an array, compilers write every element back
+ * to memory in each step. `rows` and `groups` are constants where `f` is used, so what is beyond them falls away. */
+#define FOR_ROWS(f) f(0) f(1) f(2) f(3) f(4) f(5)
+
 /* Outputs of the group that exist. */
 ALWAYS int real_outputs(const product *p, long group) {
     const long left = p->w->out - group * LANES;
