@@ -193,15 +193,11 @@ class ModelRunner:
             return None, str(error)
 
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
-        held = self._held(slot)
+        held = self._slots[slot]
+        assert held is not None, f"slot {slot} is empty"
         self._tables[slot, held.num_blocks : held.num_blocks + len(blocks)] = blocks
         held.num_blocks += len(blocks)
         self._room_tokens[slot] = held.num_blocks * self.layout.block_size
-
-    def _held(self, slot: int) -> _Slot:
-        held = self._slots[slot]
-        assert held is not None, f"slot {slot} is empty"
-        return held
 
     def _compute(self, batch: BatchLike) -> StepResult:
         starts = np.asarray(batch.starts, dtype=np.int32)
@@ -231,7 +227,7 @@ class ModelRunner:
             if faults:
                 whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
                 rows, logits = rows[whole], logits[whole]
-            outputs = self._sampler.sample(logits, [draws[row] for row in rows.tolist()])
+            outputs = self._sampler.sample(logits, list(draws.values()))
             for row, sampled in zip(rows.tolist(), outputs, strict=True):
                 if sampled is None:
                     faults[row] = "its logits are not finite"
@@ -280,18 +276,20 @@ class ModelRunner:
         draws: dict[int, Draw] = {}
         faults: dict[int, str] = {}
         for row, slot, end, token_id in zip(rows, slots, ends, newest, strict=True):
-            held = self._held(slot)
+            held = self._slots[slot]
+            assert held is not None  # it has blocks
             index = end - held.prompt_len
-            allowed = None
-            try:
-                if held.fault is not None:
-                    raise GrammarFault(held.fault)
-                if held.matcher is not None:
-                    allowed = _allowed(held.matcher, index, token_id, held.sampling.end_token_ids)
-            except GrammarFault as fault:
-                faults[row] = str(fault)
+            if held.fault is not None:
+                faults[row] = held.fault
+            elif held.matcher is None:
+                draws[row] = Draw(held.sampling, index, held.counts)
             else:
-                draws[row] = Draw(held.sampling, index, held.counts, allowed)
+                try:
+                    allowed = _allowed(held.matcher, index, token_id, held.sampling.end_token_ids)
+                except GrammarFault as fault:
+                    faults[row] = str(fault)
+                else:
+                    draws[row] = Draw(held.sampling, index, held.counts, allowed)
         return draws, faults
 
 

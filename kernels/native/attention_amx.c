@@ -54,6 +54,7 @@ typedef struct {
     uint16_t *q;               /* [pairs, head_dim] */
     char *tail;                /* the last 16 values where not all are there */
     int longest;               /* keys that the last pair sees */
+    long places[AMX_PAIRS];    /* of the pairs in q and out: dividing for them again and again costs as much as scores */
 } amx_state;
 
 static const char *in_block(const amx_state *s, const char *of, int key) {
@@ -260,7 +261,7 @@ static void mix_many(const amx_state *s, int dim, float *out) {
 
 static void write_out(const amx_state *s, const float *sums, const float *totals, int dim, int columns) {
     for (int p = 0; p < s->tile->pairs; p++) {
-        char *out = s->tile->args->out + (place_of(s->tile, p) + dim) * 2;
+        char *out = s->tile->args->out + (s->places[p] + dim) * 2;
         const vf inverse = _mm512_set1_ps(1.0f / totals[p]);
         for (int c = 0; c < columns; c++)
             narrow(out + 32 * c, _mm512_mul_ps(_mm512_loadu_ps(sums + p * 64 + 16 * c), inverse));
@@ -281,9 +282,11 @@ void amx_attend(const attention_tile *tile) {
         .tail = extra + AMX_PAIRS * a->head_dim * 2,
         .longest = seen_by(tile, tile->pairs - 1),
     };
-    for (int p = 0; p < tile->pairs; p++)
+    for (int p = 0; p < tile->pairs; p++) {
+        s.places[p] = place_of(tile, p);
         for (int i = 0; i < a->head_dim; i += 16)
-            narrow(s.q + p * a->head_dim + i, _mm512_loadu_ps(a->q + place_of(tile, p) + i));
+            narrow(s.q + p * a->head_dim + i, _mm512_loadu_ps(a->q + s.places[p] + i));
+    }
     score(&s);
     float totals[AMX_PAIRS], sums[AMX_PAIRS * 64];
     const float scale = (float)(1.0 / sqrt((double)a->head_dim));
