@@ -63,6 +63,11 @@ Effect = ToCoordinator | ToWorker | ToFront | ToReceiver | ToSender | SendBlock
 """`ToWorker` and the answers to a front come from the coordinator only, the others from workers only."""
 
 
+BLOCKS_AT_ONCE = 8
+"""In one message. Waking for each costs both ends more than a block's bytes do; a message is read when all of it is
+there, so that many more than keep both busy would only come later."""
+
+
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
     """Some `SendBlock`, as they are carried out: of each its transfer, its index there, and its pool block."""

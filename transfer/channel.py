@@ -32,10 +32,6 @@ Arrived = tuple[Block, memoryview]
 BlocksIn = Callable[[Sender, Sequence[Arrived]], None]
 """Who sent them, and what."""
 
-BLOCKS_AT_ONCE = 8
-"""In one message. Waking for each costs both ends more than a block's bytes do; a message is read when all of it is
-there, so that many more than keep both busy would only come later."""
-
 HUNG_UP = "it hung up"
 """Why a way is lost whose peer's process has left, as it does in order too; its death is for others to tell."""
 

@@ -28,6 +28,7 @@ import zmq
 import zmq.asyncio
 
 from common.counters import Counters
+from common.effects import BLOCKS_AT_ONCE
 from common.endpoints import Endpoint, parse_endpoint
 from common.errors import ProtocolViolation
 from common.messages import (
@@ -60,7 +61,7 @@ from common.messages import (
 from common.request import WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.addresses import bind
-from transfer.channel import BLOCKS_AT_ONCE, Arrived, BlocksIn, Outbound, ReceivingEnd, SendingEnd
+from transfer.channel import Arrived, BlocksIn, Outbound, ReceivingEnd, SendingEnd
 from transfer.cluster_key import ClusterKey
 from transfer.fronts import Fronts
 from transfer.inbox import Inbox, Turns, identity, only, send

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
+from common.effects import BLOCKS_AT_ONCE
 from common.lifecycle import TransferLife
 from common.messages import Handover, Offer, PeerAddress
 from common.request import Key
@@ -37,3 +39,11 @@ class Outgoing:
     @property
     def sendable(self) -> bool:
         return bool(self.to_send) and self.to_send[0] < self.computed
+
+    def next_message(self, room: int) -> int:
+        """How many blocks go into a window with room for so many: what is ready, if it fits or the room is worth it.
+
+        Else each block's Credit would let just one block go, and no two would ever share a message again. A third of
+        the window comes back even when the Credit of a message is lost."""
+        ready = sum(index < self.computed for index in islice(self.to_send, BLOCKS_AT_ONCE))
+        return min(ready, room) if room >= min(ready, BLOCKS_AT_ONCE, max(1, self.window_frames // 3)) else 0

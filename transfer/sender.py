@@ -299,18 +299,14 @@ class TransferSender:
         To be carried out before anything else is said here: the next call may free a block that stands among them.
         """
         effects: list[Effect] = []
-        ready = [out for out in self._outgoing.values() if out.to_send]
-        moved = bool(ready)
-        while moved:
-            moved = False
-            for out in ready:
-                if self._in_flight.count(out.target.worker) >= out.window_frames:
-                    continue
-                if not out.sendable:
-                    continue
-                effects.append(self._send(out, out.to_send.popleft()))
+        turns = deque(out for out in self._outgoing.values() if out.sendable)
+        while turns:
+            out = turns.popleft()
+            count = out.next_message(out.window_frames - self._in_flight.count(out.target.worker))
+            if count:
+                effects += [self._send(out, out.to_send.popleft()) for _ in range(count)]
                 effects += self._hand_over_if_sent(out, now)
-                moved = True
+                turns.append(out)
         return effects
 
     def expire(self, now: float) -> tuple[list[Effect], list[SenderEvent]]:

@@ -19,9 +19,10 @@ import zmq
 import zmq.asyncio
 
 from common.counters import Counters
+from common.effects import BLOCKS_AT_ONCE
 from common.messages import Block, Message, Offer, PeerAddress, Sender
 from common.wire import encode
-from transfer.channel import BLOCKS_AT_ONCE, HUNG_UP, Frame, Outbound, SendingEnd
+from transfer.channel import HUNG_UP, Frame, Outbound, SendingEnd
 from transfer.inbox import send, send_frames
 from transfer.presence import Presence
 

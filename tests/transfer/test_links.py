@@ -21,6 +21,7 @@ import zmq.asyncio
 import transfer.links
 import transfer.presence
 from common.counters import Counters
+from common.effects import BLOCKS_AT_ONCE
 from common.endpoints import Endpoint
 from common.messages import (
     Abort,
@@ -39,7 +40,7 @@ from common.wire import encode
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.pair import offer_of
 from transfer.addresses import bind
-from transfer.channel import BLOCKS_AT_ONCE, Arrived
+from transfer.channel import Arrived
 from transfer.cluster_key import ClusterKey
 from transfer.inbox import identity
 from transfer.links import MAX_WAYS, Links, peer_of

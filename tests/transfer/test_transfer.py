@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from common.effects import SendBlock
 from common.messages import (
     AboutRequest,
     Accept,
@@ -243,6 +244,34 @@ def test_a_peer_that_wants_what_there_is_not_gets_what_there_is(index: int) -> N
     sender.receive(Nack(*R, (index,), "did not arrive"), D.worker, 0.0)
     sender.prompt_computed(handover_of(R, 2), 0.0)
     assert [e.index for e in sender.pump(0.0) if type(e).__name__ == "SendBlock"] == [0, 1]  # type: ignore[union-attr]
+
+
+def test_blocks_leave_by_the_message_and_not_one_for_each_credit() -> None:
+    """1 the window fills  2 one is credited: nothing goes  3 a message is: it goes  4 the last go when they fit."""
+    sender = TransferSender(block_bytes=100, window_bytes=2400)
+    sender.open(offer_of(R, 34), D, list(range(34)), 0.0)
+    sender.receive(Accept(*R, tuple(range(34)), 2400), D.worker, 0.0)
+    sender.prompt_computed(handover_of(R, 34), 0.0)
+
+    def sent_after(*credited: int) -> list[int]:
+        sender.receive(Credit(*R, credited), D.worker, 0.0)
+        return [effect.index for effect in sender.pump(0.0) if isinstance(effect, SendBlock)]
+
+    assert sent_after() == list(range(24))
+    assert sent_after(0) == [] and sent_after(*range(1, 7)) == []
+    assert sent_after(7) == list(range(24, 32))
+    assert sent_after(8) == [] and sent_after(9) == [32, 33]
+
+
+def test_a_small_window_is_used_though_the_credit_of_a_message_is_lost() -> None:
+    sender = TransferSender(block_bytes=100, window_bytes=400)
+    sender.open(offer_of(R, 20), D, list(range(20)), 0.0)
+    sender.receive(Accept(*R, tuple(range(20)), 400), D.worker, 0.0)
+    sender.blocks_computed(R, 20, 0.0)
+    assert len(sender.pump(0.0)) == 4
+    for index in (1, 2, 3):  # that of block 0 is lost
+        sender.receive(Credit(*R, (index,)), D.worker, 0.0)
+        assert len(sender.pump(0.0)) == 1
 
 
 # ---------------------------------------------------------------- given up, moved on
