@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels import products
 from kernels.linear import ProbedLinear, ProbedProducts, Product, RowPolicy, cancelling_pair, probe
 
 _SHAPES = [(96, 64), (200, 48), (7, 5), (36, 100), (960, 576), (576, 1536)]
@@ -84,6 +85,11 @@ def test_the_choice_is_remembered_and_named() -> None:
     first = choices.choose(48, 64, torch.float32)
     assert choices.choose(48, 64, torch.float32) is first
     assert list(choices.describe()) == ["48x64:float32"]
+
+
+def test_without_the_extension_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "load_native", lambda: None)
+    assert isinstance(products.choose_products(torch.device("cpu"), 1), ProbedProducts)
 
 
 def test_padding() -> None:
