@@ -89,7 +89,8 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for name in names:
             label = name.removesuffix("_us").replace("_", " ")
             axes.plot([row[size] for row in of_kind], [row[name] for row in of_kind], "o-", label=label)
-        axes.set(title=kind, xlabel=size, ylabel="processor time, µs", ylim=(0, None), xscale="symlog")
+        axes.set(title=kind, xlabel=size, ylabel="processor time, µs", xscale="symlog")
+        axes.set(xlim=(0, None), ylim=(0, None))
         axes.legend()
     figure.savefig(path, dpi=120)
 

@@ -284,12 +284,15 @@ class DecodeScheduler:
             if seq.over or not ids:
                 continue
             (token,) = ids
-            seq.tokens.append(token)
+            tokens = seq.tokens
+            tokens.append(token)
             if seq.life.phase is prefilling:
                 self._prefilling.remove(seq)
                 seq.life.move(Phase.DECODING, now)
                 self._decoding.append(seq)
-            outcomes.append(Outcome(seq, token, result.logprobs, finish_reason(seq, token)))
+            goes_on = len(tokens) < seq.max_len and token not in seq.end_token_ids  # as nearly every row does
+            finish = None if goes_on else finish_reason(seq, token)
+            outcomes.append(Outcome(seq, token, result.logprobs, finish))
         return outcomes
 
     # ------------------------------------------------------------ going out
