@@ -23,11 +23,11 @@ from bench.load.measure import Bench, CannotMeasure, Learned, learn, measure
 from bench.load.plan import Load, stream_seed
 from bench.load.progress import progress_bar
 from bench.load.rate_search import RateSearch
+from bench.load.records import Run
 from bench.load.result_file import BadResult, as_json, is_sweep, plain, read_result, row_of
-from bench.load.runner import Run
 from bench.load.server_facts import ServerSide, Unreachable
 from bench.load.settings import BenchSettings, parse_bench
-from bench.load.summary import Summary, summarize
+from bench.load.summary import Summary, summarize, summary_of_stalls
 from bench.load.surroundings import surroundings
 from common.errors import BadConfiguration
 from coordinator.admin_client import wide_console
@@ -93,7 +93,7 @@ def _one_run(settings: BenchSettings, bench: Bench, load: Load, learned: Learned
     found = _measure(settings, bench, load, learned, seed)
     run, summary = found.run, found.summary
     head = head_of(settings, bench, load, learned, seed)
-    wide_console().print(table.report(summary, found.server, head, run.cpu_s, run.wall_s))
+    wide_console().print(table.report(summary, found.server, head, run))
     rows = [row_of(record) for record in run.records]
     _save(settings, {**_about(settings, bench, head, seed), **_figures(found), "requests": rows})
     if settings.plot is not None:
@@ -117,7 +117,8 @@ def _about(settings: BenchSettings, bench: Bench, head: dict[str, str], seed: in
 def _figures(found: Measured) -> dict[str, Any]:
     run = found.run
     client = {"cpu_s": run.cpu_s, "wall_s": run.wall_s, "interrupted": run.interrupted}
-    return {"summary": found.summary, "server": found.server, "client": client}
+    stalls_ms = summary_of_stalls(run.stalls_s)
+    return {"summary": found.summary, "server": found.server, "client": {**client, "stalls_ms": stalls_ms}}
 
 
 def _save(settings: BenchSettings, result: dict[str, Any]) -> None:

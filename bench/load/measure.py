@@ -14,8 +14,8 @@ from bench.load.bodies import BodyShape
 from bench.load.client import Client, Target
 from bench.load.plan import Load, plan, warmups
 from bench.load.prompts import PromptMaker, Words, measured_words, words_maker
-from bench.load.records import Planned, Record
-from bench.load.runner import Run, Runner
+from bench.load.records import Planned, Record, Run
+from bench.load.runner import Runner
 from bench.load.server_facts import Facts, Server, ServerSide
 
 WARMUPS_AT_ONCE = 4

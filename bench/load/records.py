@@ -81,3 +81,15 @@ class Record:
     def late_s(self) -> float:
         """How long after its time it was sent: our own slowness, or `--max-concurrency` that held it."""
         return self.sent_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`cpu_s` is what this process took of the processor in `wall_s`; `stalls_s` how late its event loop woke, 50 times
+    a second: a client that is kept from the processor sees late what came in time, and has to know it."""
+
+    records: tuple[Record, ...]
+    wall_s: float
+    cpu_s: float
+    interrupted: bool
+    stalls_s: tuple[float, ...] = ()

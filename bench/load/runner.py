@@ -10,22 +10,12 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from bench.load.client import Client
-from bench.load.records import Planned, Record
+from bench.load.records import Planned, Record, Run
 
 PROGRESS_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`cpu_s` is what this process took of the processor in `wall_s`."""
-
-    records: tuple[Record, ...]
-    wall_s: float
-    cpu_s: float
-    interrupted: bool
+WATCH_EVERY_S = 0.02
 
 
 class Runner:
@@ -45,6 +35,7 @@ class Runner:
         self._records: list[Record] = []
         self._tokens = 0
         self._running: set[asyncio.Task[None]] = set()
+        self._stalls_s: list[float] = []
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -57,26 +48,28 @@ class Runner:
         cpu_before_s, started_s = time.process_time(), time.perf_counter()
         sending = asyncio.create_task(self._send_all(plan, started_s))
         stopping = asyncio.create_task(self._stop.wait())
+        watching = asyncio.create_task(self._watch_own_clock())
         while not sending.done() and not stopping.done():
             await asyncio.wait(
                 (sending, stopping), timeout=PROGRESS_EVERY_S, return_when=asyncio.FIRST_COMPLETED
             )
             self._say()
         interrupted = stopping.done()
-        for task in (sending, stopping, *self._running):
+        for task in (sending, stopping, watching, *self._running):
             task.cancel()
-        await asyncio.gather(sending, stopping, *self._running, return_exceptions=True)
+        await asyncio.gather(sending, stopping, watching, *self._running, return_exceptions=True)
         wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_before_s
         gc.unfreeze()
         if not sending.cancelled() and (error := sending.exception()) is not None:
             raise error
-        return Run(tuple(sorted(self._records, key=lambda record: record.index)), wall_s, cpu_s, interrupted)
+        records = tuple(sorted(self._records, key=lambda record: record.index))
+        return Run(records, wall_s, cpu_s, interrupted, tuple(self._stalls_s))
 
     async def _send_all(self, plan: Iterable[Planned], started_s: float) -> None:
         for planned in plan:
             request = self._body(planned)
-            if (wait_s := started_s + planned.due_s - time.perf_counter()) > 0:
-                await asyncio.sleep(wait_s)
+            wait_s = started_s + planned.due_s - time.perf_counter()
+            await asyncio.sleep(max(0.0, wait_s))  # 0 lets go out what was sent before
             if self._slots is not None:
                 await self._slots.acquire()
             task = asyncio.create_task(self._send(planned, request, started_s))
@@ -93,6 +86,14 @@ class Runner:
         finally:
             if self._slots is not None:
                 self._slots.release()
+
+    async def _watch_own_clock(self) -> None:
+        while True:
+            due_s = time.perf_counter() + WATCH_EVERY_S
+            try:
+                await asyncio.sleep(WATCH_EVERY_S)
+            finally:
+                self._stalls_s.append(max(0.0, time.perf_counter() - due_s))
 
     def _say(self) -> None:
         self._tell(len(self._records) + len(self._running), len(self._records), self._tokens)

@@ -108,3 +108,15 @@ def _distribution(records: Sequence[Record], name: str, seed: int) -> Distributi
         return None  # a closed loop: nothing has a time of its own
     of = [record for record in records if record.outcome == "ok" or name in OF_EVERY_REQUEST]
     return distribution([[s * 1e3 for s in samples(record) if s is not None] for record in of], seed)
+
+
+def summary_of_stalls(stalls_s: Sequence[float]) -> dict[str, float]:
+    """How late the client's own event loop woke, in ms."""
+    if not stalls_s:
+        return {}
+    ordered = sorted(stalls_s)
+    return {
+        "p50": ordered[len(ordered) // 2] * 1e3,
+        "p99": ordered[len(ordered) * 99 // 100] * 1e3,
+        "max": ordered[-1] * 1e3,
+    }

@@ -9,24 +9,25 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.load.goodput import Goodput
+from bench.load.records import Run
 from bench.load.server_facts import ServerSide
 from bench.load.statistics import Distribution, Interval
-from bench.load.summary import MEASURES, Summary
+from bench.load.summary import MEASURES, Summary, summary_of_stalls
 
+STALL_TOO_LONG_MS = 20.0
+"""As long as a decode step of a small model."""
 CPU_TOO_MUCH = 0.3
 """Share of a core above which our own work may have moved the figures."""
 
 
-def report(
-    summary: Summary, server: ServerSide | None, head: Mapping[str, str], cpu_s: float, wall_s: float
-) -> RenderableType:
+def report(summary: Summary, server: ServerSide | None, head: Mapping[str, str], run: Run) -> RenderableType:
     parts: list[RenderableType] = [facts(head), "", facts(_counts(summary)), ""]
     parts.append(_distributions(summary.distributions))
     if summary.goodput is not None:
         parts += ["", Text(goodput_line(summary.goodput))]
     if server is not None and (server.counters or server.histograms_ms):
         parts += ["", _server(server)]
-    parts += ["", *_notes(summary, cpu_s, wall_s)]
+    parts += ["", *_notes(summary, run)]
     return Group(*parts)
 
 
@@ -95,7 +96,7 @@ def _server(server: ServerSide) -> RenderableType:
     return Group(table, Text(f"counted meanwhile: {counted}")) if counted else table
 
 
-def _notes(summary: Summary, cpu_s: float, wall_s: float) -> list[Text]:
+def _notes(summary: Summary, run: Run) -> list[Text]:
     notes = [
         "[ ]: 95 % intervals by bootstrap over requests. A chunk without text is nothing; "
         f"{summary.tokens_per_chunk:.2f} tokens per chunk with text",
@@ -105,11 +106,19 @@ def _notes(summary: Summary, cpu_s: float, wall_s: float) -> list[Text]:
         notes.append(
             f"{summary.cached_tokens} of {summary.input_tokens} prompt tokens came from the server's cache"
         )
-    share = cpu_s / wall_s if wall_s > 0 else 0.0
-    per_token = f", {cpu_s / summary.output_tokens * 1e6:.0f} µs per token" if summary.output_tokens else ""
-    notes.append(f"this client took {share:.1%} of a core{per_token}")
+    share = run.cpu_s / run.wall_s if run.wall_s > 0 else 0.0
+    per_token = (
+        f", {run.cpu_s / summary.output_tokens * 1e6:.0f} µs per token" if summary.output_tokens else ""
+    )
+    stalls_ms = summary_of_stalls(run.stalls_s)
+    late = "".join(f", {name} {value:.1f}" for name, value in stalls_ms.items())
+    notes.append(
+        f"this client took {share:.1%} of a core{per_token}; ms by which its own clock woke late{late}"
+    )
     if share > CPU_TOO_MUCH:
         notes.append("WARNING: so much delays its own clock; take fewer requests at once or another machine")
+    if stalls_ms.get("p99", 0.0) > STALL_TOO_LONG_MS:
+        notes.append("WARNING: this client was kept from the processor: what came in time was seen late")
     return [Text(note) for note in notes]
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from bench.load import command, plots
+from bench.load.bodies import BodyShape
+from bench.load.prompts import PromptMaker
+from bench.load.records import Planned
 from common.errors import BadConfiguration
 from common.paths import project_root
 from tests.bench.load.scripted_server import EVENTS, Step, event, scripted, spoken, status
@@ -268,6 +271,25 @@ def test_a_picture_without_matplotlib_is_refused_before_the_run(monkeypatch: pyt
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadConfiguration, match=r"kvferry\[bench\]"):
         plots.require_matplotlib()
+
+
+def test_a_client_that_was_kept_from_the_processor_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "a.json"
+    write = BodyShape.body
+
+    def slow_to_write(shape: BodyShape, planned: Planned, prompts: PromptMaker) -> bytes:
+        time.sleep(0.2 if planned.index >= 0 else 0.0)  # stands for a scheduler that gives the turn to others
+        return write(shape, planned, prompts)
+
+    monkeypatch.setattr(BodyShape, "body", slow_to_write)
+    with scripted(spoken) as server:
+        assert (
+            bench(server.url, "--request-rate", "50", "--num-prompts", "5", "--save-result", str(result)) == 0
+        )
+    assert saved(result)["client"]["stalls_ms"]["max"] > 150
+    assert "kept from the processor" in capsys.readouterr().out
 
 
 def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
