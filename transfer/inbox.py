@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 TURN_S = 0.001
 WAITED_S = 0.0005  # longer than a socket takes to give what it has
-REST_TURNS = 9  # for every turn of reading blocks, while a step computes on the cores that we would use
+REST_TURNS = 17  # for every turn of reading blocks, while a step computes on the cores that we would use
 MAX_VIOLATIONS = 100
 SHUT_OUT_S = 2.0
 MAX_ROUTES = 10_000
@@ -65,10 +65,12 @@ class Turns:
     A socket that has the next message at hand gives it without suspending its reader. So one peer that says a lot, or
     a saturated link, would keep timers, heartbeats and the other sockets waiting for as long as it pleases.
 
-    While `computing`, it then rests for REST_TURNS: who copies and hashes blocks as fast as they come takes a core and
-    the interpreter from the step beside it: with 3 turns of rest a decode step took half as long again, with none twice
-    as long (`python -m tests.transfer.decode_beside_transfer`). What is not read waits at its sender, who has no more
-    credit than that.
+    While `computing`, it then rests for REST_TURNS: who copies and hashes blocks as fast as they come takes a core from
+    the step beside it, and over tcp ZeroMQ's thread as much again. When a block took 500 us, 3 turns of rest made a
+    decode step half as long again, 9 a sixth, none twice as long (`python -m tests.transfer.decode_beside_transfer`).
+    It takes a fifth of that now, so that 17 let several times the bytes through for the same time. What is not read
+    waits at its sender, who has no more credit than that. Only a saturated link ever rests: a chunk's blocks come
+    within a turn, and a wait for the next begins another.
     """
 
     def __init__(self, computing: Callable[[], bool] = lambda: False) -> None:
