@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,11 @@ class Measured:
     @property
     def speedup(self) -> float:
         return self.reference_ms / self.run_ms
+
+    def under(self, roofs: Roofs) -> Measured:
+        """The same times under other roofs."""
+        of_roof = max(self.gb_per_s / roofs.read_bytes_per_s, self.gflop_per_s / roofs.flops_per_s) * 1e9
+        return replace(self, floor_ms=self.run_ms * of_roof)
 
 
 class WrongResult(RuntimeError):

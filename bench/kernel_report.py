@@ -84,7 +84,9 @@ def draw(path: Path, found: Sequence[Measured], title: str) -> None:
     axes.set_yticks(places, labels, fontsize=7)
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlabel("share of what the machine could do (floor ÷ time)")
+    axes.set_xlabel(
+        "share of what the machine could do (floor ÷ time); what stays in a cache can pass the roof"
+    )
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)

@@ -46,6 +46,9 @@ def test_a_fast_wrong_kernel_is_no_result() -> None:
     assert found.floor_ms == 1.0 and found.over_floor == found.run_ms  # bytes are the longer of the two here
     assert found.speedup > 100
     assert measure(dataclasses.replace(right, operations=10**7), ROOFS, 0.0).floor_ms == 5.0
+    roof = ROOFS.or_better(dataclasses.replace(ROOFS, flops_per_s=1e6, square=9, read_bytes_per_s=2e9))
+    assert (roof.read_bytes_per_s, roof.flops_per_s, roof.square) == (2e9, 2e9, 1)
+    assert found.under(roof).floor_ms == pytest.approx(0.5)  # bytes and operations take as long now
     for wrong in (lambda: 0.011, lambda: float("nan")):
         with pytest.raises(WrongResult, match="k, 1 row"):
             measure(dataclasses.replace(right, check=wrong), ROOFS, 0.0)
