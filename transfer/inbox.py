@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TURN_S = 0.001
+BURST_S = 0.006  # of reading blocks without a rest: some 50 of them
 WAITED_S = 0.0005  # longer than a socket takes to give what it has
 REST_TURNS = 17  # for every turn of reading blocks, while a step computes on the cores that we would use
 MAX_VIOLATIONS = 100
@@ -65,31 +66,49 @@ class Turns:
     A socket that has the next message at hand gives it without suspending its reader. So one peer that says a lot, or
     a saturated link, would keep timers, heartbeats and the other sockets waiting for as long as it pleases.
 
-    While `computing`, it then rests for REST_TURNS: who copies and hashes blocks as fast as they come takes a core from
-    the step beside it, and over tcp ZeroMQ's thread as much again. When a block took 500 us, 3 turns of rest made a
-    decode step half as long again, 9 a sixth, none twice as long (`python -m tests.transfer.decode_beside_transfer`).
-    It takes a fifth of that now, so that 17 let several times the bytes through for the same time. What is not read
-    waits at its sender, who has no more credit than that. Only a saturated link ever rests: a chunk's blocks come
-    within a turn, and a wait for the next begins another.
+    While `computing`, whoever has read for BURST_S then rests for REST_TURNS after each turn: who copies and hashes
+    blocks as fast as they come takes a core from the step beside it, and over tcp ZeroMQ's thread as much again. When a
+    block took 500 us, 3 turns of rest made a decode step half as long again, 9 a sixth, none twice as long
+    (`python -m tests.transfer.decode_beside_transfer`). It takes a fifth of that now, so that 17 let several times the
+    bytes through for the same time. What is not read waits at its sender, who has no more credit than that.
+
+    Only a saturated link ever rests. A prompt's last blocks, which somebody waits for, are read at once: what is not
+    read is saved up, a turn in REST_TURNS + 1 of all time, BURST_S at most. (A rest in the midst of sixteen blocks had
+    been most of the hand-over gap: 20 of 60 ms.)
     """
 
-    def __init__(self, computing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        computing: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._computing = computing
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = self._counted = clock()
+        self._saved_s = BURST_S
 
     async def receive(self, message: Awaitable[T]) -> T:
         """The message. One that had to be waited for begins a turn: everybody had theirs meanwhile."""
-        asked = time.monotonic()
+        asked = self._clock()
         received = await message
-        now = time.monotonic()
+        now = self._clock()
         if now - asked >= WAITED_S:
             self._since = now
         return received
 
     async def after_message(self) -> None:
-        if time.monotonic() - self._since >= TURN_S:
-            await asyncio.sleep(REST_TURNS * TURN_S if self._computing() else 0)
-            self._since = time.monotonic()
+        turn_s = self._clock() - self._since
+        if turn_s >= TURN_S:
+            await asyncio.sleep(self.rest_s(turn_s))
+            self._since = self._clock()
+
+    def rest_s(self, turn_s: float) -> float:
+        """How long to rest after a turn of so many seconds."""
+        now = self._clock()
+        earned_s = (now - self._counted) / (REST_TURNS + 1)
+        self._counted = now
+        self._saved_s = max(0.0, min(self._saved_s + earned_s, BURST_S) - turn_s)
+        return REST_TURNS * TURN_S if self._saved_s < TURN_S and self._computing() else 0.0
 
 
 def only(frames: Sequence[bytes]) -> bytes:
