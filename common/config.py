@@ -94,8 +94,11 @@ class EngineSettings(ProcessSettings):
         None, "longest prompt and answer together; absent: the model's own limit", "engine", ge=1
     )
     max_num_seqs: int = flag(64, "requests that run at once on one worker", "engine", ge=1, le=4096)
-    max_num_batched_tokens: int = flag(
-        512, "tokens of one step: a longer prompt is computed in chunks of this", "engine", ge=1
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "tokens of one step: a longer prompt is computed in chunks of this; absent: 256 on a CPU, 2048 on a device",
+        "engine",
+        ge=1,
     )
     batching: Literal["continuous", "dynamic"] = flag(
         "continuous",

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
+from common.config import WorkerSettings
 from common.lifecycle import Phase
 from common.request import Attempt, FrontId, Request, RequestId, SamplingParams, pack_ids
-from kernels.cache import PagedCache
+from kernels.cache import CacheLayout, PagedCache
 from kernels.step import TokenLogprob
 from prefill_node.scheduler import PrefillScheduler
-from transfer.worker_process import run_isolating
+from transfer.worker_process import CPU_STEP_TOKENS, run_isolating, tokens_of_a_step
 
 POISON, OVERFLOW = 666, 667
 
@@ -114,3 +117,12 @@ def test_a_row_that_overflows_is_named_without_running_anything_again() -> None:
 def test_an_overflow_beside_a_poisoned_row_is_found_too() -> None:
     rows, failed = run_isolating(PoisonableRunner(), step_of(POISON, OVERFLOW, 30))
     assert [row.ids for row in rows] == [(), (), (31,)] and sorted(failed) == [0, 1]
+
+
+def test_a_step_has_as_many_tokens_as_asked_or_as_suit_the_device() -> None:
+    runner = PoisonableRunner()
+    runner.cache = PagedCache(CacheLayout(1, 1, 16, 16, torch.float32), 1)
+    asked = WorkerSettings(coordinator="tcp://127.0.0.1:1", max_num_batched_tokens=77)
+    unasked = WorkerSettings(coordinator="tcp://127.0.0.1:1")
+    assert tokens_of_a_step(asked, runner) == 77
+    assert tokens_of_a_step(unasked, runner) == CPU_STEP_TOKENS
