@@ -165,18 +165,19 @@ def test_a_different_seed_is_a_different_answer(
     assert one.ids != two.ids
 
 
-def test_a_swapped_block_is_seen(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
-    """The comparison can fail: the same run with two blocks of one request exchanged before its last steps."""
+def test_a_wrong_block_is_seen(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    """The comparison can fail: the same run with one block in another's place as well before its last steps. (Two
+    exchanged blocks are the same keys and values in another order, and bf16 may round that away.)"""
 
-    def swap(worker: RealWorker, batch: Batch) -> None:
+    def misplace(worker: RealWorker, batch: Batch) -> None:
         for seq in batch.rows:
             if len(seq.tokens) == 257 + 4:
                 blocks = worker.runner.cache.tensor
-                blocks[seq.blocks[3:5]] = blocks[[seq.blocks[4], seq.blocks[3]]]
+                blocks[seq.blocks[3]] = blocks[seq.blocks[4]]
 
     ask = next(ask for ask in asks if len(ask.prompt) == 257)
     cluster = pools(model, chunk=128)
-    cluster.worker("decode-0").before_step = swap
+    cluster.worker("decode-0").before_step = misplace
     (found,) = cluster.together([ask])
     (wanted,) = oracle([ask])
     assert found.logprobs[:4] == wanted.logprobs[:4]
