@@ -66,6 +66,8 @@ def _report(folder: Folder, out: Path) -> int:
     rows = figures.rows(cells, CURVE_RATES)
     print()
     print(figures.table(rows))
+    for line in figures.point_lines(cells):
+        print(f"in time, {line}")
     for cell in cells:
         if why := figures.doubts(cell):
             print(f"doubtful: {cell.alternation} {cell.side} {cell.setting} {cell.load}: {why}")
@@ -117,7 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--alternations", type=int, help="default 3")
     parser.add_argument("--saturated-requests", type=int, help="of a saturated run")
     parser.add_argument("--curve-requests", type=int, help="of a point of the trade-off curve")
-    parser.add_argument("--goodput-requests", type=int, help="of a goodput point, in one alternation")
+    parser.add_argument(
+        "--goodput-requests",
+        type=int,
+        help="of a goodput point, in one alternation; all together should be 300 or more",
+    )
     parser.add_argument("--estimate", action="store_true", help="only says how long it will take")
     return parser
 

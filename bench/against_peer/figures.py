@@ -1,17 +1,26 @@
 """From measured cells to the rows of the issue's table: medians over alternations, the peer's best, ratios. Pure.
 
 Best for each figure on its own: the peer may use one setting for throughput and another for ITL, we have one.
+Goodput is no median: a crossing of single alternations rests on too few requests, so their points are pooled first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
 from bench.against_peer.plan import Session, Side
-from bench.against_peer.search import Point, Points, crossing, pooled
+from bench.against_peer.search import (
+    ENOUGH,
+    Point,
+    Points,
+    crossing,
+    pooled,
+    requests_behind,
+    thick_ones,
+)
 
 Better = Literal["more", "less"]
 AT_LEAST_MS = 1.0
@@ -40,7 +49,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `ratio` is ours over theirs, `spread` the least and greatest of single alternations."""
+    """One line of the table. `ratio` is ours over theirs, `spread` the least and greatest of single alternations.
+    `requests`: behind the thinnest point of a goodput; where they are too few, nothing is said to be reached."""
 
     figure: str
     ours: float
@@ -50,6 +60,7 @@ class Row:
     spread: tuple[float, float] | None
     target: str
     reached: bool | None
+    requests: int | None = None
 
 
 def load_name(part: str, rate: float) -> str:
@@ -127,20 +138,32 @@ def compare(
     """None where we have no value. `theirs` may be empty."""
     if not ours:
         return None
-    mine, setting = median(ours.values()), best(theirs, better)
+    setting = best(theirs, better)
     if setting is None:
-        return Row(figure, mine, None, "", None, None, "", None)
-    other = median(theirs[setting].values())
+        return Row(figure, median(ours.values()), None, "", None, None, "", None)
+    one, other = median(ours.values()), median(theirs[setting].values())
+    return _against(figure, (one, other), (ours, theirs[setting]), setting, better, target)
+
+
+def _against(
+    figure: str,
+    values: tuple[float, float],
+    singles: tuple[Mapping[int, float], Mapping[int, float]],
+    setting: str,
+    better: Better,
+    target: float | None,
+) -> Row:
+    """Ours and theirs, and of both the single alternations, which give the spread."""
+    (mine, other), (ours, theirs) = values, singles
     ratio = mine / other if other else None
-    each = [ours[n] / v for n, v in theirs[setting].items() if n in ours and v]
+    each = [ours[n] / value for n, value in theirs.items() if n in ours and value]
     spread = (min(each), max(each)) if each else None
     sign = "≥" if better == "more" else "≤"
     reached = None
     if target is not None and ratio is not None:
         reached = ratio >= target if better == "more" else ratio <= target
-    return Row(
-        figure, mine, other, setting, ratio, spread, "" if target is None else f"{sign} {target:g}", reached
-    )
+    said = "" if target is None else f"{sign} {target:g}"
+    return Row(figure, mine, other, setting, ratio, spread, said, reached)
 
 
 def goodput_points(cells: Iterable[Cell], side: Side, setting: str) -> dict[int, dict[float, Point]]:
@@ -158,13 +181,36 @@ def pooled_goodput(cells: Sequence[Cell]) -> dict[tuple[Side, str], Points]:
     return {server: pooled(goodput_points(cells, *server).values()) for server in servers}
 
 
-def goodput_rates(cells: Sequence[Cell], side: Side) -> dict[str, dict[int, float]]:
-    """Setting → alternation → rate at 90 %."""
-    settings = {c.setting for c in cells if c.side == side and c.load.startswith("goodput@")}
+def _goodputs(cells: Sequence[Cell], side: Side) -> dict[str, Points]:
+    """Setting → the points its goodput is read from."""
     return {
-        setting: {n: crossing(points) for n, points in goodput_points(cells, side, setting).items()}
-        for setting in sorted(settings)
+        setting: thick_ones(points) for (s, setting), points in pooled_goodput(cells).items() if s == side
     }
+
+
+def _best_goodput(of: Mapping[str, Points]) -> str | None:
+    return best({setting: {0: crossing(points)} for setting, points in of.items()}, "more")
+
+
+def _compare_goodput(
+    cells: Sequence[Cell], figure: str, side: Side, theirs: Mapping[str, Points], target: float | None
+) -> Row | None:
+    """Our pools against the best of `theirs`, each rate from its pooled points."""
+    ours, setting = _goodputs(cells, "kvferry").get("pools"), _best_goodput(theirs)
+    if not ours:
+        return None
+    if setting is None:
+        return Row(figure, crossing(ours), None, "", None, None, "", None, requests_behind(ours))
+    values = crossing(ours), crossing(theirs[setting])
+    singles = _singles(cells, "kvferry", "pools"), _singles(cells, side, setting)
+    row = _against(figure, values, singles, setting, "more", target)
+    requests = min(requests_behind(ours), requests_behind(theirs[setting]))
+    return replace(row, requests=requests, reached=row.reached if requests >= ENOUGH else None)
+
+
+def _singles(cells: Sequence[Cell], side: Side, setting: str) -> dict[int, float]:
+    """Alternation → its own rate at 90 %."""
+    return {n: crossing(points) for n, points in goodput_points(cells, side, setting).items()}
 
 
 # ------------------------------------------------------------ the table
@@ -195,12 +241,12 @@ def rows(cells: Sequence[Cell], curve_rates: Sequence[float]) -> list[Row]:
         found.append(compare(ttft, ours(load, "ttft_p50_ms"), vllm(load, "ttft_p50_ms"), "less", 1.1))
         steps = {n: gap / step for n, gap, step in _in_steps(cells, load)}
         found.append(_bound(f"first gap p99 at {per_s:g}/s, in decode steps", steps, 3.0))
-    mine = goodput_rates(cells, "kvferry")
-    pools = mine.pop("pools", {})
-    found.append(compare("goodput, req/s at 90 %", pools, goodput_rates(cells, "vllm"), "more", 1.5))
-    found += [
-        compare(f"  our own {name}", pools, {name: rates}, "more", None) for name, rates in mine.items()
-    ]
+    name = "goodput, req/s at 90 %"
+    found.append(_compare_goodput(cells, name, "vllm", _goodputs(cells, "vllm"), 1.5))
+    for setting, points in sorted(_goodputs(cells, "kvferry").items()):
+        if setting != "pools":
+            own = {setting: points}
+            found.append(_compare_goodput(cells, f"  our own {setting}", "kvferry", own, None))
     return [row for row in found if row is not None]
 
 
@@ -225,7 +271,7 @@ def winners(cells: Sequence[Cell], side: Side, curve_rates: Sequence[float]) -> 
     for rate in curve_rates:
         for figure in ("itl_p99_ms", "ttft_p50_ms"):
             found |= _named(best(values(cells, side, load_name("curve", rate), figure), "less"))
-    return found | _named(best(goodput_rates(cells, side), "more"))
+    return found | _named(_best_goodput(_goodputs(cells, side)))
 
 
 def _named(setting: str | None) -> set[str]:
@@ -233,14 +279,29 @@ def _named(setting: str | None) -> set[str]:
 
 
 def table(found: Sequence[Row]) -> str:
-    lines = [
-        f"{'figure':<43}{'kvferry':>9}{'peer':>9}  {'its setting':<12}{'ratio':>6}  {'single ones':<13}{'to reach':<11}"
-    ]
+    heads = ("figure", "kvferry", "peer", "its setting", "ratio", "single ones", "to reach")
+    lines = ["{:<43}{:>9}{:>9}  {:<12}{:>6}  {:<13}{:<11}requests a point".format(*heads)]
     for row in found:
         theirs = f"{row.theirs:9.2f}" if row.theirs is not None else " " * 9
         ratio = f"{row.ratio:6.2f}" if row.ratio is not None else " " * 6
         spread = f"{row.spread[0]:.2f} to {row.spread[1]:.2f}" if row.spread else ""
         mark = {True: "✓", False: "✗", None: ""}[row.reached]
         line = f"{row.figure:<43}{row.ours:9.2f}{theirs}  {row.their_setting:<12}{ratio}  {spread:<13}"
-        lines.append(f"{line}{row.target} {mark}".rstrip())
+        reach = f"{row.target} {mark}"
+        lines.append(f"{line}{reach:<11}{_behind(row)}".rstrip())
     return "\n".join(lines)
+
+
+def _behind(row: Row) -> str:
+    if row.requests is None:
+        return ""
+    return f"{row.requests}" if row.requests >= ENOUGH else f"{row.requests}, too few (of {ENOUGH})"
+
+
+def point_lines(cells: Sequence[Cell]) -> list[str]:
+    """Every server's goodput points, all alternations together: rate, share in time, of how many."""
+    return [
+        f"{side} {setting}: "
+        + ", ".join(f"{rate:g}/s {point.share:.1%} of {point.judged}" for rate, point in points.items())
+        for (side, setting), points in pooled_goodput(cells).items()
+    ]

@@ -139,23 +139,48 @@ def test_ratios_are_of_medians_and_the_peer_has_its_best_for_each_figure() -> No
     assert "≥ 1.3 ✓" in figures.table([throughput]) and "≤ 1.1 ✗" in figures.table([ttft])
 
 
-def test_goodput_is_the_median_of_alternations_and_points_are_pooled() -> None:
-    servers: list[tuple[Side, str, int]] = [
-        ("kvferry", "pools", 2),
-        ("vllm", "128", 1),
-        ("kvferry", "static", 1),
+def goodput_cells(side: Side, setting: str, points: dict[float, tuple[int, ...]], judged: int) -> list[Cell]:
+    """Rate → attained of each alternation."""
+    return [
+        cell(side, setting, n, f"goodput@{rate:g}", attained=attained, judged=judged)
+        for rate, each in points.items()
+        for n, attained in enumerate(each, 1)
     ]
-    cells = [
-        cell(side, setting, n, f"goodput@{rate:g}", attained=attained, judged=100)
-        for side, setting, factor in servers
-        for n in (1, 2)
-        for rate, attained in ((2.0 * factor, 100), (4.0 * factor, 80))
-    ]  # fmt: skip
-    rows = figures.rows(cells, (2.5,))
-    assert [row.figure.strip() for row in rows] == ["goodput, req/s at 90 %", "our own static"]
-    assert [row.reached for row in rows] == [True, None]
-    assert [row.ratio for row in rows] == pytest.approx([2.0, 2.0])
-    assert figures.pooled_goodput(cells)[("vllm", "128")] == {2.0: Point(200, 200), 4.0: Point(160, 200)}
+
+
+def test_goodput_is_read_from_pooled_points_and_single_alternations_are_its_spread() -> None:
+    """The median of the single crossings, 3.8, 2 and 3.8, would be 3.8."""
+    cells = goodput_cells("kvferry", "pools", {2.0: (100, 90, 100), 4.0: (89, 40, 89)}, judged=100)
+    cells += goodput_cells("vllm", "128", {1.0: (100,) * 3, 2.0: (80,) * 3}, judged=100)
+    cells += goodput_cells("vllm", "64", {1.0: (95,) * 3, 2.0: (0,) * 3}, judged=100)
+    cells += goodput_cells("kvferry", "static", {1.0: (100,) * 3, 2.0: (80,) * 3}, judged=100)
+    row, static = figures.rows(cells, (2.5,))
+    assert [row.figure.strip(), static.figure.strip()] == ["goodput, req/s at 90 %", "our own static"]
+    assert row.ours == pytest.approx(2 + 2 * (290 / 300 - 0.9) / (290 / 300 - 218 / 300))
+    assert (row.theirs, row.their_setting, row.requests) == (pytest.approx(1.5), "128", 300)
+    assert row.reached is True and row.ratio == pytest.approx(row.ours / 1.5) and static.reached is None
+    assert row.spread is not None and row.spread[0] == pytest.approx(2 / 1.5) and row.spread[1] > 2.4
+    assert "≥ 1.5 ✓    300" in figures.table([row])
+    assert figures.pooled_goodput(cells)[("vllm", "128")] == {1.0: Point(300, 300), 2.0: Point(240, 300)}
+    assert "kvferry static: 1/s 100.0% of 300, 2/s 80.0% of 300" in figures.point_lines(cells)
+
+
+def test_a_goodput_of_too_few_requests_says_so_and_reaches_nothing() -> None:
+    cells = goodput_cells("kvferry", "pools", {2.0: (100,) * 3, 4.0: (80,) * 3}, judged=100)
+    cells += goodput_cells("vllm", "128", {1.0: (100,) * 2, 2.0: (80,) * 2}, judged=100)
+    (row,) = figures.rows(cells, (2.5,))
+    assert row.ratio == pytest.approx(2.0) and (row.reached, row.requests) == (None, 200)
+    assert "200, too few (of 300)" in figures.table([row])
+    alone = figures.rows([one for one in cells if one.side == "kvferry"], (2.5,))
+    assert [(one.ours, one.requests) for one in alone] == [(pytest.approx(3.0), 300)]
+
+
+def test_a_thin_point_does_not_count_where_thick_ones_enclose_the_rate() -> None:
+    thick, thin = {2.0: Point(300, 300), 4.0: Point(240, 300)}, {3.0: Point(70, 100)}
+    assert search.thick_ones(thick | thin) == thick
+    low = {2.0: Point(300, 300)} | thin
+    assert search.thick_ones(low) == low and search.requests_behind(low) == 100, "nothing thick fails"
+    assert search.requests_behind({}) == 0
 
 
 def test_nothing_measured_says_nothing() -> None:
