@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, required=True)
     parser.add_argument("--key", type=Path)
     parser.add_argument(
-        "--keep-memory", action="store_true", help="as workers do; zeromq is measured without, too"
+        "--keep-memory", action="store_true", help="as workers do; zeromq is measured with it and without"
     )
     parser.add_argument("--target", default="")
     asked = parser.parse_args()
