@@ -7,13 +7,14 @@ holds its weights or its cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from bench.kernel_case import Case, difference
+from common.request import SamplingParams
 from kernels.backend import Backend, TorchBackend, choose_backend
 from kernels.cache import CacheLayout, PagedCache
 from kernels.model_config import ModelConfig
@@ -228,42 +229,22 @@ def rope_case(shapes: Shapes, rows: int) -> Case:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """`SamplingLike`."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    child: int = 0
-    min_tokens: int = 0
-    end_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: None = None
-
-
 def sampling_cases(vocab: int, rows: int) -> Iterator[Case]:
     """Against numpy, bit for bit. Logits of a spread like a model's: most of the weight on a few hundred ids."""
     logits = (np.random.default_rng(1).standard_normal((rows, vocab)) * 3).astype(np.float32)
+    asked = SamplingParams(max_tokens=1, temperature=0.0)
     ways = {
-        "greedy": SamplingSettings(),
-        "temperature 1": SamplingSettings(temperature=1.0),
-        "temperature 1, top-p 0.9": SamplingSettings(temperature=1.0, top_p=0.9),
-        "temperature 0.7, top-k 50, min-p 0.05": SamplingSettings(temperature=0.7, top_k=50, min_p=0.05),
-        "greedy, 5 log-probabilities": SamplingSettings(logprobs=5),
+        "greedy": asked,
+        "temperature 1": replace(asked, temperature=1.0),
+        "temperature 1, top-p 0.9": replace(asked, temperature=1.0, top_p=0.9),
+        "temperature 0.7, top-k 50, min-p 0.05": replace(asked, temperature=0.7, top_k=50, min_p=0.05),
+        "greedy, 5 log-probabilities": replace(asked, logprobs=5),
     }
     for name, settings in ways.items():
         yield _sampling_case(name, settings, logits)
 
 
-def _sampling_case(name: str, settings: SamplingSettings, logits: np.ndarray) -> Case:
+def _sampling_case(name: str, settings: SamplingParams, logits: np.ndarray) -> Case:
     draws = [Draw(settings, index) for index in range(len(logits))]
     ours, theirs = choose_sampler(), NumpySampler()
     return Case(

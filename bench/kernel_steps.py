@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from bench.kernel_case import Case, difference
-from bench.kernel_cases import BLOCK_SIZE, CPU, SamplingSettings
+from bench.kernel_cases import BLOCK_SIZE, CPU
+from common.request import SamplingParams
 from kernels.cache import dtype_name
 from kernels.model_config import ModelConfig
 from kernels.runner import ModelRunner, load_runner
@@ -25,6 +26,7 @@ from kernels.step import StepLayout
 # Thirty layers apart: in bf16 transformers itself differs from itself by 0.17 of logits up to 30.
 ALLOWED = {torch.bfloat16: 5e-2, torch.float16: 2e-2, torch.float32: 1e-3}
 CHUNK = 256
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Joined:
     tokens: Sequence[int]
     prompt_len: int
     blocks: Sequence[int]
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: SamplingParams = GREEDY
     scored: int = 1
 
 

@@ -12,22 +12,19 @@ ONE_LOOP_S = 0.25
 """What a loaded machine may put between a byte's writing and its reading."""
 
 
+def eight_requests(service: Service) -> list[str]:
+    """Flags for eight of them, four at once."""
+    closed_loop = ["--request-rate", "inf", "--max-concurrency", "4", "--num-prompts", "8"]
+    return ["--base-url", service.url, *closed_loop, "--num-warmups", "0"]
+
+
 def test_client_and_server_agree(undisturbed: Service, tmp_path: Path) -> None:
     service, path = undisturbed, tmp_path / "run.json"
     before = {
         name: total(service, name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")
     }
-    argv = [
-        "--base-url",
-        service.url,
-        "--request-rate",
-        "inf",
-        "--max-concurrency",
-        "4",
-        "--num-prompts",
-        "8",
-    ]
-    argv += ["--input-len", "20:60", "--output-len", "12", "--num-warmups", "0", "--prompt-as", "ids"]
+    lengths = ["--input-len", "20:60", "--output-len", "12", "--prompt-as", "ids"]
+    argv = [*eight_requests(service), *lengths]
     assert command.main([*argv, "--goodput", "ttft:60000", "--save-result", str(path), "--no-progress"]) == 0
     found = json.loads(path.read_text())
     summary, server = found["summary"], found["server"]
@@ -53,28 +50,8 @@ def test_who_leaves_is_an_abort_at_the_server_and_leaves_nothing_behind(
 ) -> None:
     service, path = undisturbed, tmp_path / "run.json"
     before = service.metric("request_success_total", finished_reason="abort")
-    argv = [
-        "--base-url",
-        service.url,
-        "--request-rate",
-        "inf",
-        "--max-concurrency",
-        "4",
-        "--num-prompts",
-        "8",
-    ]
-    argv += [
-        "--input-len",
-        "20",
-        "--output-len",
-        "60",
-        "--num-warmups",
-        "0",
-        "--abort-fraction",
-        "1",
-        "--seed",
-        "3",
-    ]
+    lengths = ["--input-len", "20", "--output-len", "60"]
+    argv = [*eight_requests(service), *lengths, "--abort-fraction", "1", "--seed", "3"]
     assert command.main([*argv, "--save-result", str(path), "--no-progress"]) == 1, (
         "nobody was answered whole"
     )
