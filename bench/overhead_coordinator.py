@@ -14,20 +14,8 @@ from dataclasses import dataclass
 
 from bench.overhead_workers import FRONT, request
 from common.effects import Effect, ToWorker
-from common.messages import (
-    Accepted,
-    Ended,
-    Message,
-    PeerAddress,
-    Prefill,
-    Progress,
-    Register,
-    RequestFinished,
-    Role,
-    Sender,
-    Started,
-    Submit,
-)
+from common.front_messages import Progress, RequestFinished, Submit
+from common.messages import Accepted, Ended, Message, PeerAddress, Prefill, Register, Role, Sender, Started
 from common.request import Incarnation, Key, WorkerId, first_attempt_of_epoch
 from coordinator.cluster import Cluster
 from coordinator.queue import WaitingQueue

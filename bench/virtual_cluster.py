@@ -19,18 +19,8 @@ from bench.virtual_loop import HEARTBEAT_S, VirtualLoop
 from bench.virtual_network import COORDINATOR, Faults, Parcel, RandomFaults, VirtualNetwork
 from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.effects import Effect, ToFront, ToWorker
-from common.messages import (
-    Admitted,
-    CancelRequest,
-    Message,
-    Rejected,
-    RequestEnded,
-    Role,
-    Sender,
-    StopRequest,
-    Submit,
-    Tokens,
-)
+from common.front_messages import Admitted, CancelRequest, Rejected, RequestEnded, StopRequest, Submit
+from common.messages import Message, Role, Sender, Tokens
 from common.request import (
     FrontId,
     Incarnation,

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from common import messages
+from common import front_messages, messages
 from common.errors import ProtocolViolation
 from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, Tokens
 from common.prefix import HASH_BYTES
@@ -29,7 +29,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 _BASES = (Message, AboutRequest)
 TYPES: dict[str, type[Message]] = {
     name: cls
-    for name, cls in vars(messages).items()
+    for module in (messages, front_messages)
+    for name, cls in vars(module).items()
     if isinstance(cls, type) and issubclass(cls, Message) and cls not in _BASES
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.messages import Rejected
+from common.front_messages import Rejected
 from common.request import Request
 from coordinator.dispatcher import Dispatcher
 from coordinator.queue import WaitingQueue

@@ -11,8 +11,9 @@ from heapq import heapify, heappop, heappush
 
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
+from common.front_messages import RequestEnded
 from common.lifecycle import LIVE_PHASES, Phase
-from common.messages import Abort, RequestEnded
+from common.messages import Abort
 from common.request import RequestId, WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.lost_tokens import LostTokens

@@ -23,29 +23,24 @@ from typing import Any
 from common.counters import Counters
 from common.effects import Effect, ToFront, ToWorker
 from common.errors import told
+from common.front_messages import Admitted, CancelRequest, Progress, RequestFinished, StopRequest, Submit
 from common.lifecycle import Phase
 from common.messages import (
     AboutRequest,
     Accepted,
-    Admitted,
-    CancelRequest,
     Ended,
     Heartbeat,
     HeartbeatAck,
     Later,
     Message,
-    Progress,
     Rebind,
     Refused,
     Register,
     Registered,
     RegistrationRefused,
-    RequestFinished,
     Sender,
     Started,
     Stop,
-    StopRequest,
-    Submit,
 )
 from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
 from coordinator.admission import Admission

@@ -27,9 +27,9 @@ from common.errors import (
     RequestFailed,
 )
 from common.fingerprint import digest
+from common.front_messages import CancelRequest, Rejected, RequestEnded, StopRequest, Submit
 from common.messages import (
     Accepted,
-    CancelRequest,
     Ended,
     Heartbeat,
     HeartbeatAck,
@@ -39,12 +39,8 @@ from common.messages import (
     Register,
     Registered,
     RegistrationRefused,
-    Rejected,
-    RequestEnded,
     Sender,
     Started,
-    StopRequest,
-    Submit,
     Tokens,
 )
 from common.request import FrontId, Incarnation, Request, RequestId, WorkerId

@@ -14,7 +14,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from common.messages import FinishReason, Message, Progress, PromptRow, RequestFinished, TokenRow, Tokens
+from common.front_messages import Progress, RequestFinished
+from common.messages import FinishReason, Message, PromptRow, TokenRow, Tokens
 from common.request import RequestId, TokenLogprobs
 
 

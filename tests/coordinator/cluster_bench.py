@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.effects import Effect, ToFront, ToWorker
+from common.front_messages import Progress, Submit
 from common.messages import (
     Accepted,
     Heartbeat,
@@ -10,12 +11,10 @@ from common.messages import (
     Message,
     PeerAddress,
     Prefill,
-    Progress,
     Register,
     Role,
     Sender,
     Started,
-    Submit,
 )
 from common.request import (
     FrontId,

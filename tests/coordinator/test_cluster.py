@@ -8,28 +8,30 @@ import pytest
 
 from common.effects import ToWorker
 from common.errors import HTTP_ERRORS
+from common.front_messages import (
+    Admitted,
+    CancelRequest,
+    Progress,
+    Rejected,
+    RequestEnded,
+    RequestFinished,
+    StopRequest,
+)
 from common.messages import (
     Abort,
     Accepted,
-    Admitted,
-    CancelRequest,
     Decode,
     Ended,
     HeartbeatAck,
     Later,
     Message,
     Prefill,
-    Progress,
     Rebind,
     Refused,
     Registered,
     RegistrationRefused,
-    Rejected,
-    RequestEnded,
-    RequestFinished,
     Started,
     Stop,
-    StopRequest,
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS

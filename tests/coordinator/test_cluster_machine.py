@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.effects import Effect, ToFront, ToWorker
+from common.front_messages import Admitted, CancelRequest, Rejected, RequestEnded, StopRequest, Submit
 from common.lifecycle import Phase
 from common.messages import (
     Accepted,
-    Admitted,
-    CancelRequest,
     Decode,
     Ended,
     Later,
@@ -25,12 +24,8 @@ from common.messages import (
     Prefill,
     Rebind,
     Refused,
-    Rejected,
-    RequestEnded,
     Sender,
     Started,
-    StopRequest,
-    Submit,
     Tokens,
 )
 from common.request import (

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import BadRequest, DeadlinePassed, KvferryError, NotAdmitted, NoWorker, RequestFailed
-from common.messages import Rejected, RequestEnded
+from common.front_messages import Rejected, RequestEnded
 from common.request import Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane, _rejection

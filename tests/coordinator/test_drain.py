@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, RequestEnded, Started
+from common.front_messages import RequestEnded
+from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, Started
 from common.request import Incarnation, WorkerId
 from coordinator.door.cors import Cors
 from coordinator.http_api import create_app

@@ -6,15 +6,8 @@ from random import Random
 
 import pytest
 
-from common.messages import (
-    FinishReason,
-    Message,
-    Progress,
-    PromptRow,
-    RequestFinished,
-    TokenRow,
-    Tokens,
-)
+from common.front_messages import Progress, RequestFinished
+from common.messages import FinishReason, Message, PromptRow, TokenRow, Tokens
 from common.request import Attempt, RequestId, TokenLogprobs
 from coordinator.front import Front
 

@@ -10,22 +10,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import BadRequest, KvferryError, RequestFailed
-from common.messages import (
-    Accepted,
-    Admitted,
-    CancelRequest,
-    FinishReason,
-    Message,
-    Prefill,
-    Progress,
-    Rejected,
-    RequestEnded,
-    RequestFinished,
-    Sender,
-    Started,
-    TokenRow,
-    Tokens,
-)
+from common.front_messages import Admitted, CancelRequest, Progress, Rejected, RequestEnded, RequestFinished
+from common.messages import Accepted, FinishReason, Message, Prefill, Sender, Started, TokenRow, Tokens
 from common.request import (
     Attempt,
     Incarnation,

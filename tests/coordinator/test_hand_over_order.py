@@ -8,7 +8,8 @@ import pytest
 
 from bench.virtual_cluster import FRONT
 from bench.virtual_worker import Shape, StepTime, VirtualWorker
-from common.messages import Ended, Message, Progress, Started, Submit
+from common.front_messages import Progress, Submit
+from common.messages import Ended, Message, Started
 from common.request import Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
 from coordinator.cluster import Cluster
 from coordinator.queue import WaitingQueue

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import IllegalMove
-from common.messages import (
-    Abort,
-    Accepted,
-    HeartbeatAck,
-    Progress,
-    RequestEnded,
-    RequestFinished,
-    Started,
-)
+from common.front_messages import Progress, RequestEnded, RequestFinished
+from common.messages import Abort, Accepted, HeartbeatAck, Started
 from common.request import RequestId
 from tests.coordinator.cluster_bench import ClusterBench, address, heartbeat
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from common.errors import BadRequest, ModelNotFound, NoWorker, UnsupportedField
-from common.messages import Sender, Submit
+from common.front_messages import Submit
+from common.messages import Sender
 from common.request import FrontId, Incarnation, unpack_ids
 from common.wire import decode, encode
 from coordinator.answer_size import MAX_WHOLE_LOGPROBS, MAX_WHOLE_TOKENS

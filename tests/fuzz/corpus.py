@@ -1,4 +1,4 @@
-"""Valid messages of every type, made from the fields of `common/messages.py`: a type added there is in it at once."""
+"""Valid messages of every type, made from the fields of their dataclasses: a type added there is in it at once."""
 
 from __future__ import annotations
 
