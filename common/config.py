@@ -13,13 +13,13 @@ needs and reads no settings, files or environment of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from common.endpoints import Endpoint, is_loopback, parse_address, parse_endpoint
+from common.endpoints import Endpoint, checked, is_loopback, parse_address, parse_endpoint
 from common.errors import BadConfiguration
 from common.flags import flag, parse, visible_fields
 from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
@@ -32,10 +32,6 @@ WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
 DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 
-KEY_WANTED = (
-    "is not on this machine's loopback: sockets between machines are encrypted. Make a key once with `kvferry keys new "
-    "FILE`, bring it to every machine, and give each process --curve-key FILE"
-)
 LAST_PAIR_OF_PORTS = 65534
 
 NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
@@ -324,20 +320,6 @@ class ServeSettings(CoordinatorSettings, EngineSettings):
                 "reach them at it"
             )
         return self
-
-
-# --- what may be reached ---------------------------------------------------------------------------------
-
-
-def checked(name: str, text: str, parse: Callable[[str], Endpoint], *, keyed: bool) -> Endpoint:
-    """The endpoint that a flag gives. Raises ValueError where it is none, or leaves this machine without a key."""
-    try:
-        endpoint = parse(text)
-    except ValueError as error:
-        raise ValueError(f"{name} {text}: {error}") from None
-    if not keyed and not is_loopback(endpoint.host):
-        raise ValueError(f"{name} {text} {KEY_WANTED}")
-    return endpoint
 
 
 # --- one function per command ----------------------------------------------------------------------------

@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 EVERY_ADDRESS = "*"
+
+KEY_WANTED = (
+    "is not on this machine's loopback: sockets between machines are encrypted. Make a key once with `kvferry keys new "
+    "FILE`, bring it to every machine, and give each process --curve-key FILE"
+)
 
 _TEXT = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^\[\]:/\s]+|\*)):(?P<port>\d{1,5}|\*)")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
@@ -74,6 +80,17 @@ def parse_address(text: str, prefix: str = "") -> Endpoint:
     if port is not None and not 0 < port <= 65535:
         raise ValueError(f"expected {prefix}HOST:PORT with a port from 1 to 65535")
     return Endpoint(host, port)
+
+
+def checked(name: str, text: str, parse: Callable[[str], Endpoint], *, keyed: bool) -> Endpoint:
+    """The endpoint that a flag gives. Raises ValueError where it is none, or leaves this machine without a key."""
+    try:
+        endpoint = parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {text}: {error}") from None
+    if not keyed and not is_loopback(endpoint.host):
+        raise ValueError(f"{name} {text} {KEY_WANTED}")
+    return endpoint
 
 
 def is_numeric(host: str) -> bool:
