@@ -365,7 +365,7 @@ class Links:
 
     def _take_blocks(self, frames: list[zmq.Frame], deliver: BlocksIn) -> None:
         """A header that is not valid, or not of the first one's sender and channel, is dropped with its frame."""
-        if len(frames) % 2:
+        if len(frames) % 2 or len(frames) > 2 * BLOCKS_AT_ONCE:
             self._inbox.violated(ProtocolViolation(f"{len(frames)} frames where blocks with headers belong"))
             return
         came: list[Arrived] = []

@@ -195,6 +195,23 @@ def test_of_a_message_with_a_bad_header_the_other_blocks_arrive() -> None:
     run(story())
 
 
+def test_more_blocks_than_may_share_a_message_are_not_taken() -> None:
+    """All of them would be copied in one go, and no step decided meanwhile."""
+
+    async def story() -> None:
+        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
+            p.links.send_blocks(d.address, [(KEY, 0, 0)])
+            await until(lambda: d.blocks)
+            data = next(iter(p.links._ways.values()))._data
+            pair = [bytes(BLOCK_BYTES), encode(d.blocks[0][0], p.me)]
+            await data.send_multipart(pair * (BLOCKS_AT_ONCE + 1))
+            await data.send_multipart(pair * BLOCKS_AT_ONCE)
+            await until(lambda: len(d.blocks) == 1 + BLOCKS_AT_ONCE)
+            assert d.links._counters.values["protocol_violations_total"] == 1
+
+    run(story())
+
+
 def test_either_end_may_call_a_transfer_off_and_is_answered() -> None:
     async def story() -> None:
         async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
