@@ -15,7 +15,7 @@ from common.effects import ToFront
 from common.fingerprint import Value, digest, first_difference
 from common.ledger import Ledger
 from common.messages import Ended, PromptRow, Sender, TokenRow, Tokens
-from common.outbox import MAX_FRONTS, PROMPT_BYTES, Outbox
+from common.outbox import MAX_FRONTS, PART_BYTES, Outbox
 from common.prefix import extend_chain, join_hashes, seed_hash, split_hashes
 from common.request import (
     Attempt,
@@ -216,6 +216,27 @@ def test_outbox_sends_one_numbered_message_per_front() -> None:
     assert outbox.last_seq == {"f1": 2, "f2": 1}
 
 
+@pytest.mark.parametrize(("top", "rows"), [(None, 20_000), (0, 10_000), (20, 4_000)])
+def test_outbox_cuts_the_tokens_of_many_steps(top: int | None, rows: int) -> None:
+    """A loop that is late has several steps' to send at once. Whole and in order whatever the cuts."""
+    logprobs = None if top is None else (TokenLogprobs(-0.123456789, ((2**31 - 1, -1.23456789),) * top),)
+    outbox = Outbox()
+    given = [
+        TokenRow(RequestId(f"cmpl-{at % 256:032x}"), Attempt(2**61), at, (2**31 - 1,), logprobs, "length", 7)
+        for at in range(rows)
+    ]
+    for row in given:
+        outbox.put(FrontId("f"), row)
+    tokens = [e.message for e in outbox.flush() if isinstance(e, ToFront) and isinstance(e.message, Tokens)]
+    assert [message.seq for message in tokens] == list(range(1, len(tokens) + 1))
+    assert [row for message in tokens for row in message.rows] == given
+    sizes = [len(encode(message, Sender("w", Incarnation(1)))) for message in tokens]
+    assert max(sizes) <= PART_BYTES + 200 < MAX_MESSAGE_BYTES
+    assert len(sizes) <= 2 * sum(sizes) / PART_BYTES + 2, "hardly filled"
+    outbox.put(FrontId("f"), given[0])
+    assert len(outbox.flush()) == 1
+
+
 @pytest.mark.parametrize("top", [0, 20])
 def test_outbox_cuts_prompts_into_messages_of_bounded_size(top: int) -> None:
     """Thirty rows of all lengths and one of a whole large chunk, whole and in order whatever the cuts."""
@@ -234,8 +255,8 @@ def test_outbox_cuts_prompts_into_messages_of_bounded_size(top: int) -> None:
     assert [message.seq for message in tokens] == list(range(1, len(messages) + 1))
     assert tokens[-1].rows and not any(message.rows for message in tokens[:-1])
     sizes = [len(encode(message, Sender("w", Incarnation(1)))) for message in tokens]
-    assert max(sizes) <= PROMPT_BYTES + 200 < MAX_MESSAGE_BYTES
-    assert len(sizes) <= 2 * sum(sizes) / PROMPT_BYTES + 2, "hardly filled"
+    assert max(sizes) <= PART_BYTES + 200 < MAX_MESSAGE_BYTES
+    assert len(sizes) <= 2 * sum(sizes) / PART_BYTES + 2, "hardly filled"
     for index, length in enumerate(lengths):
         rows = [row for message in tokens for row in message.prompts if row.id.endswith(f"r{index}")]
         assert [row.first for row in rows] == [
