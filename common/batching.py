@@ -189,6 +189,8 @@ class BatchingCore:
         self._leaving: list[int] = []
         self._arrivals = 0
         self._batch = Batch()
+        self._taken: Batch | None = None  # handed out and not back
+        self._taken_joining: dict[int, Sequence] = {}
 
     @property
     def free_slots(self) -> int:
@@ -340,12 +342,13 @@ class BatchingCore:
             for slot, seq in self._joining.items()
         ]
         self._growing = {}
-        self._joining = {}
+        self._taken, self._taken_joining, self._joining = batch, self._joining, {}
         return batch
 
     def take_back(self, batch: Batch) -> None:
         """A batch is computed. What ended meanwhile gives its blocks back; the others have more tokens with KV."""
         block_size = self.block_size
+        self._taken, self._taken_joining = None, {}
         for seq, count in zip(batch.rows, batch.counts, strict=True):
             seq.in_batch = False
             if seq.over:
@@ -354,6 +357,31 @@ class BatchingCore:
             seq.num_computed = computed = seq.num_computed + count
             if count > 1 or computed % block_size == 0:  # one token at a time completes a block only there
                 self.publish(seq)
+
+    def abandon(self, batch: Batch) -> None:
+        """A batch ran and came to nothing, because taking it in raised: whoever of it ended gives its blocks back."""
+        self._taken, self._taken_joining = None, {}
+        self._out_of(batch)
+
+    def unmake(self) -> None:
+        """The batch being built, or just taken, is not run after all: nobody stands in it, and the next one tells the
+        runner what this one would have."""
+        building, self._batch = self._batch, Batch()
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._leaving = taken.left + self._leaving
+            self._joining = self._taken_joining | self._joining
+            for slot, blocks in taken.grown:
+                self._growing[slot] = blocks + self._growing.get(slot, [])
+            self._taken_joining = {}
+            self._out_of(taken)
+        self._out_of(building)
+
+    def _out_of(self, batch: Batch) -> None:
+        for seq in batch.rows:
+            seq.in_batch = False
+            if seq.over:
+                self.free(seq)
 
 
 def finish_reason(seq: Sequence, token: int) -> str | None:

@@ -106,7 +106,7 @@ class ModelCannotBeLoaded(StartupError):
     exit_code = 4
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """What others may be told of an error that is ours: the words of one that we raise, of any other its kind alone,
     since its words may hold what a client sent."""
     kind = type(error).__name__

@@ -280,9 +280,12 @@ class DecodeWorker:
         effects: list[Effect] = []
         say_token = self.records.say_token
         for outcome in self._scheduler.finish(batch, results, now):
-            say_token(outcome.seq, outcome.token, outcome.logprobs, outcome.finish)
-            if outcome.finish is not None:
-                effects += self._finished(outcome.seq, outcome.finish, now)
+            try:
+                say_token(outcome.seq, outcome.token, outcome.logprobs, outcome.finish)
+                if outcome.finish is not None:
+                    effects += self._finished(outcome.seq, outcome.finish, now)
+            except Exception as error:  # over one of them we may err: the others go on
+                effects += self.fail(outcome.seq.key, error, now)
         return effects
 
     def _count_recomputed(self, batch: Batch) -> None:
@@ -302,6 +305,14 @@ class DecodeWorker:
         if seq.over:
             return []
         return self._end(seq.key, Phase.FAILED, "failed", reason, now, retryable=False)
+
+    def abandon(self, batch: Batch) -> None:
+        """Instead of `finish`, or after it raised: its rows were failed, and what they hold goes back."""
+        self._core.abandon(batch)
+
+    def unmake(self) -> None:
+        """After `schedule` raised: nobody stands in the batch that it was about to give."""
+        self._core.unmake()
 
     # ------------------------------------------------------------ every turn
 
@@ -329,7 +340,7 @@ class DecodeWorker:
         """The coordinator does not know it (heartbeat), or this process is shutting down."""
         return self._end(key, Phase.ABORTED, "aborted", reason, now)
 
-    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]:
+    def fail(self, key: Key, error: BaseException, now: float) -> list[Effect]:
         """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
         self.records.counters.add("internal_errors_total")
         held = key in self._scheduler

@@ -180,7 +180,10 @@ class PrefillWorker:
         batch = self._scheduler.schedule(now)
         for seq in batch.rows if batch is not None else ():
             if seq.num_computed == seq.cached_tokens:
-                self._begin(seq, now)
+                try:
+                    self._begin(seq, now)
+                except Exception as error:  # the batch is made: it runs for the others
+                    self._pending += self.fail(seq.key, error, now)
         return batch
 
     def _begin(self, seq: Sequence, now: float) -> None:
@@ -211,7 +214,10 @@ class PrefillWorker:
         self.records.say_prompts(batch, results)
         effects: list[Effect] = []
         for outcome in self._scheduler.finish(batch, results, now):
-            effects += self._after_row(outcome, now)
+            try:
+                effects += self._after_row(outcome, now)
+            except Exception as error:  # over one of them we may err: the others go on
+                effects += self.fail(outcome.seq.key, error, now)
         return effects
 
     def _after_row(self, outcome: Outcome, now: float) -> list[Effect]:
@@ -242,6 +248,14 @@ class PrefillWorker:
             return []
         return self._end(seq.key, Phase.FAILED, "failed", reason, now, retryable=False)
 
+    def abandon(self, batch: Batch) -> None:
+        """Instead of `finish`, or after it raised: its rows were failed, and what they hold goes back."""
+        self._core.abandon(batch)
+
+    def unmake(self) -> None:
+        """After `schedule` raised: nobody stands in the batch that it was about to give."""
+        self._core.unmake()
+
     # ------------------------------------------------------------ every turn
 
     def turn(self, now: float) -> list[Effect]:
@@ -263,7 +277,7 @@ class PrefillWorker:
         """The coordinator does not know it (heartbeat), or this process is shutting down."""
         return self._end(key, Phase.ABORTED, "aborted", reason, now)
 
-    def fail(self, key: Key, error: Exception, now: float) -> list[Effect]:
+    def fail(self, key: Key, error: BaseException, now: float) -> list[Effect]:
         """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
         self.records.counters.add("internal_errors_total")
         held = self._scheduler.get(key) is not None

@@ -7,11 +7,17 @@ What a step has to say is put aside and the loop told; it is encoded and sent wh
 The pure worker belongs to whoever holds `lock`: this thread between two steps, the loop in each of its callbacks. While
 a step computes nobody holds it. What is put aside is carried out by the loop before anything that it says later, so
 the order of all that is said is that in which it was decided.
+
+What raises here is our own fault, and costs requests, never the worker: those of the step, where the step or taking it
+in raised; where deciding the next one did, the newest, one after the other, until it can be decided (until that one
+came, it could). Each of them ends, for good: tried again here it would raise again, for ever. A worker that cannot even
+end them is `broken`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence as Seq
@@ -19,7 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from common.batching import Batch, RowResult
 from common.effects import Effect
+from common.request import Key
 from transfer.pure_worker import PureWorker, Step
+
+log = logging.getLogger(__name__)
+
+Computed = tuple[Seq[RowResult], dict[int, str]] | BaseException
+"""What a step came to: results and the rows that have none, or what it raised."""
 
 
 class Stepping:
@@ -31,16 +43,17 @@ class Stepping:
         self._stepped = stepped
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._said: list[Effect] = []
-        self._fault: BaseException | None = None
         self._ended = False
         self.lock = threading.RLock()
         self.started: float | None = None
         """When the step that is out began; None while none is."""
+        self.broken: BaseException | None = None
+        """Why no step begins any more, and never will."""
 
     def begin(self, now: float) -> None:
         """Starts a step if none is out and there is something to run. With the lock."""
         if self.started is None and not self._ended:
-            batch = self._node.schedule(now)
+            batch = self._decide(now)
             if batch is not None:
                 self.started = now
                 self._thread.submit(self._run, batch)
@@ -49,12 +62,6 @@ class Stepping:
         """What finished steps have to say. With the lock."""
         said, self._said = self._said, []
         return said
-
-    def raise_fault(self) -> None:
-        """Raises what a step raised, or the worker after it: we erred, and it is to be heard of."""
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
 
     def end(self) -> None:
         """No step begins any more. One that is out ends in its own time, for nobody."""
@@ -66,24 +73,70 @@ class Stepping:
     def _run(self, first: Batch) -> None:
         batch: Batch | None = first
         while batch is not None and not self._ended:
-            try:
-                results, failed = self._step(batch)
-                with self.lock:
-                    batch = self._between(batch, results, failed)
-            except BaseException as error:
-                self._fault = error
-                batch = self.started = None
+            began = time.monotonic()
+            computed = self._compute(batch)
+            step_s = time.monotonic() - began  # before the wait for the lock
+            with self.lock:
+                batch = self._between(batch, computed, step_s)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._stepped()
 
-    def _between(self, batch: Batch, results: Seq[RowResult], failed: dict[int, str]) -> Batch | None:
-        """Takes in one step's results and decides the next one."""
+    def _compute(self, batch: Batch) -> Computed:
+        try:
+            return self._step(batch)
+        except BaseException as error:
+            return error
+
+    def _between(self, batch: Batch, computed: Computed, step_s: float) -> Batch | None:
+        """Takes in what one step came to and decides the next one."""
         now = time.monotonic()
-        assert self.started is not None
-        step_s, self.started = now - self.started, None
+        self.started = None
+        try:
+            self._take_in(batch, computed, step_s, now)
+        except BaseException as error:
+            self._lose(batch, error, now)
+        following = None if self._ended else self._decide(now)
+        self.started = None if following is None else time.monotonic()
+        return following
+
+    def _take_in(self, batch: Batch, computed: Computed, step_s: float, now: float) -> None:
+        if isinstance(computed, BaseException):
+            raise computed
+        results, failed = computed
         for index, reason in failed.items():
             self._said += self._node.fail_row(batch.rows[index], reason, now)
         self._said += self._node.finish(batch, results, step_s, now)
-        following = None if self._ended else self._node.schedule(now)
-        self.started = None if following is None else time.monotonic()
-        return following
+
+    # ------------------------------------------------------------ when we err
+
+    def _decide(self, now: float) -> Batch | None:
+        """The next step. With the lock."""
+        newest_last: list[Key] | None = None
+        while not self._ended:
+            try:
+                return self._node.schedule(now)
+            except Exception as error:
+                log.exception("the next step could not be decided")
+                self._node.unmake()
+                if newest_last is None:
+                    newest_last = self._node.live_keys()
+                self._fail(newest_last[-1:], error, now)
+                if not newest_last:
+                    return None
+                newest_last.pop()
+        return None
+
+    def _lose(self, batch: Batch, error: BaseException, now: float) -> None:
+        log.error("a step of %d rows is lost", len(batch.rows), exc_info=error)
+        self._fail([seq.key for seq in batch.rows if not seq.over], error, now)
+        self._node.abandon(batch)
+
+    def _fail(self, keys: Seq[Key], error: BaseException, now: float) -> None:
+        if not keys:
+            self._node.records.counters.add("internal_errors_total")
+        for key in keys:
+            try:
+                self._said += self._node.fail(key, error, now)
+            except Exception as worse:
+                log.exception("request %s cannot even be ended: no step begins any more", key[0])
+                self.broken, self._ended = worse, True

@@ -315,13 +315,24 @@ class WorkerLoop:
         """What is wanted of them is copied and checked in one call; then the worker hears of each."""
         worker, now = peer_of(sender), time.monotonic()
         with self._lock:  # between asking for a place and filling it no other step may be decided
-            good = store_wanted(self._cache, came, lambda header: self._node.place(header, worker))
-            for (header, _), right in zip(came, good, strict=True):
-                try:
-                    self._node.block(header, worker, right, now)
-                except Exception as error:
-                    self._carry_out(self._blame(header.key, error, now))
+            try:
+                self._store(came, worker, now)
+            except Exception:  # it does not say over which, and the worker has heard of none: each alone
+                for one in came:
+                    try:
+                        self._store([one], worker, now)
+                    except Exception as error:
+                        self._carry_out(self._blame(one[0].key, error, now))
             self._turn()
+
+    def _store(self, came: Seq[Arrived], worker: WorkerId, now: float) -> None:
+        """Raises only before the worker has heard of any."""
+        good = store_wanted(self._cache, came, lambda header: self._node.place(header, worker))
+        for (header, _), right in zip(came, good, strict=True):
+            try:
+                self._node.block(header, worker, right, now)
+            except Exception as error:
+                self._carry_out(self._blame(header.key, error, now))
 
     # ------------------------------------------------------------ one turn
 
@@ -329,18 +340,21 @@ class WorkerLoop:
         with self._lock:
             now = time.monotonic()
             self._stepping.begin(now)
-            self._carry_out(self._node.turn(now) + self._gate.expire(now))
+            effects: list[Effect] = []
+            try:
+                effects = self._node.turn(now) + self._gate.expire(now)
+            finally:  # what steps have to say goes out in any case
+                self._carry_out(effects)
             self._set_timer(now)
         self._changed.set()
+        broken = self._stepping.broken
+        if broken is not None and self._failure is not None and not self._failure.done():
+            self._failure.set_exception(broken)
 
     def _tell_loop(self) -> None:
         """From the model thread: a step is over."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._stepped)
-
-    def _stepped(self) -> None:
-        self._turn()
-        self._stepping.raise_fault()
+        self._loop.call_soon_threadsafe(self._turn)
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:

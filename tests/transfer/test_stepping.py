@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from bench.virtual_model import VirtualModel
-from common.batching import Batch, BatchingCore
-from common.blocks import BlockPool
+from common.batching import Batch
 from common.effects import Effect, ToCoordinator, ToFront
-from common.messages import Decode, Ended, Started, Tokens
-from common.request import Attempt, FrontId, Request, RequestId, SamplingParams, WorkerId, pack_ids
-from decode_node.worker import DecodeWorker
-from transfer.receiver import TransferReceiver
+from common.messages import Ended, Started, Tokens
+from common.request import Attempt, Key, RequestId, WorkerId
+from tests.transfer.small_worker import LIMIT_S, SmallWorker, decode_of
 from transfer.stepping import Stepping
 
-LIMIT_S = 5.0
-A = (RequestId("a"), Attempt(1))
+A, B, C = ((RequestId(name), Attempt(1)) for name in "abc")
 
 
-class Scene:
-    """A decode worker of four slots, whose loop is the test."""
+class Scene(SmallWorker):
+    """Its loop is the test."""
 
     def __init__(self) -> None:
-        core = BatchingCore(
-            BlockPool(256),
-            block_size=16,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            prefix_caching=False,
-            fingerprint="f",
-        )
-        self.pool = core.pool
-        self.model = VirtualModel(num_blocks=256, block_size=16, max_num_seqs=4)
-        self.node = DecodeWorker(core, TransferReceiver(block_bytes=100), fingerprint="f", block_bytes=100)
+        super().__init__()
         self.stepping = Stepping(self.node, self._step, self._heard)
         self.steps = 0
         self.heard = 0
         self.raises = False
+        self.ends: list[tuple[Key, str, bool]] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -56,11 +44,12 @@ class Scene:
         self.heard += 1
 
     def give(self, name: str, max_tokens: int) -> None:
-        asked = Request(
-            RequestId(name), pack_ids(range(20)), SamplingParams(max_tokens=max_tokens), FrontId("f")
-        )
+        self.give_all((name,), max_tokens)
+
+    def give_all(self, names: Iterable[str], max_tokens: int) -> None:
         with self.stepping.lock:
-            self.node.handle(Decode(asked.request_id, Attempt(1), asked, b""), WorkerId("c"), 0.0)
+            for name in names:
+                self.node.handle(decode_of(name, max_tokens), WorkerId("c"), 0.0)
             self.stepping.begin(time.monotonic())
 
     def until(self, what: Any) -> None:
@@ -72,6 +61,20 @@ class Scene:
     def said(self) -> list[Effect]:
         with self.stepping.lock:
             return self.stepping.take_said() + self.node.turn(time.monotonic())
+
+    def ended(self) -> list[tuple[Key, str, bool]]:
+        """Since it began, in order."""
+        said = [effect.message for effect in self.said() if isinstance(effect, ToCoordinator)]
+        self.ends += [(m.key, m.outcome, m.retryable) for m in said if isinstance(m, Ended)]
+        return self.ends
+
+    def comes_to(self, ends: list[tuple[Key, str, bool]]) -> None:
+        """These ends, each once, and nothing is held any more."""
+        self.until(lambda: self.node.idle and self.stepping.started is None)
+        assert self.ended() == ends
+        assert self.pool.held == 0
+        self.pool.check()
+        assert self.stepping.broken is None
 
 
 def test_steps_follow_each_other_though_the_loop_does_nothing() -> None:
@@ -99,18 +102,152 @@ def test_nothing_is_decided_while_the_loop_holds_the_worker() -> None:
     scene.stepping.end()
 
 
-def test_what_a_step_raises_is_heard_of_once_and_the_next_one_runs() -> None:
+def test_what_a_step_raises_ends_its_requests_and_the_next_ones_run(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     scene.raises = True
-    scene.give("a", 3)
+    scene.give_all("ab", 3)
     scene.until(lambda: scene.heard == 1)
-    with pytest.raises(RuntimeError, match="a fault of ours"):
-        scene.stepping.raise_fault()
-    scene.stepping.raise_fault()
+    assert "a fault of ours" in caplog.text
+    ends = [(A, "failed", False), (B, "failed", False)]
+    scene.comes_to(ends)
     scene.raises = False
-    scene.give("b", 3)
-    scene.until(lambda: scene.node.idle and scene.pool.held == 0)
-    scene.stepping.end()
+    scene.give("c", 3)
+    scene.comes_to([*ends, (C, "finished", True)])
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["at-once", "when-half-is-done"])
+def test_a_result_that_cannot_be_taken_in_ends_the_requests_of_its_step_once(
+    monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """`finish` raised over it each time: it was begun again for ever, thousands of times a second."""
+    scene = Scene()
+    finish = scene.node.finish
+
+    def bad(*given: Any) -> Any:
+        if after:
+            finish(*given)
+        raise RuntimeError("over its result")
+
+    monkeypatch.setattr(scene.node, "finish", bad)
+    scene.give_all("abc", 50)
+    scene.comes_to([(key, "failed", False) for key in (A, B, C)])
+    assert scene.steps == 1
+    assert scene.node.records.counters.values["internal_errors_total"] == 3
+
+
+def test_raised_once_it_costs_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    finish, times = scene.node.finish, [1]
+
+    def bad(*given: Any) -> Any:
+        if times:
+            raise RuntimeError(times.pop())
+        return finish(*given)
+
+    monkeypatch.setattr(scene.node, "finish", bad)
+    scene.give("a", 50)
+    scene.until(lambda: scene.node.idle)
+    scene.give_all("bc", 5)
+    scene.comes_to([(A, "failed", False), (B, "finished", True), (C, "finished", True)])
+
+
+def test_over_one_row_its_neighbours_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    say = scene.node.records.say_token
+
+    def bad(seq: Any, *given: Any) -> None:
+        if seq.key == B:
+            raise RuntimeError("over its token")
+        say(seq, *given)
+
+    monkeypatch.setattr(scene.node.records, "say_token", bad)
+    scene.give_all("abc", 5)
+    scene.comes_to([(B, "failed", False), (A, "finished", True), (C, "finished", True)])
+
+
+# ---------------------------------------------------------------- deciding the next step raises
+
+
+def test_no_step_can_ever_be_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    def bad(now: float) -> Any:
+        raise RuntimeError("over the next step")
+
+    monkeypatch.setattr(scene.node, "schedule", bad)
+    scene.give_all("ab", 5)
+    scene.comes_to([(B, "failed", False), (A, "failed", False)])
+    scene.give("c", 5)
+    scene.comes_to([(B, "failed", False), (A, "failed", False), (C, "failed", False)])
+    assert scene.steps == 0
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["being-made", "made"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_the_newest_goes_where_the_next_step_cannot_be_decided_once(
+    monkeypatch: pytest.MonkeyPatch, made: bool, step: int
+) -> None:
+    """What the runner was to hear of its slots it hears with the next batch (the virtual model looks)."""
+    scene = Scene()
+    core: Any = scene.node._core
+    of = core.take_batch
+    calls = [0]
+
+    def bad() -> Any:
+        calls[0] += 1
+        if calls[0] == step + 1:
+            if made:
+                of()
+            raise RuntimeError("over the next step")
+        return of()
+
+    monkeypatch.setattr(core, "take_batch", bad)
+    scene.give_all("abc", 40)
+    scene.comes_to([(C, "failed", False), (A, "finished", True), (B, "finished", True)])
+
+
+def test_one_request_over_which_no_step_can_be_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and who came after it; who was there before goes on."""
+    scene = Scene()
+    core: Any = scene.node._core
+    chunk = core.add_chunk
+
+    def bad(seq: Any, budget: int) -> int:
+        if seq.key == B:
+            raise RuntimeError("over its chunk")
+        rest: int = chunk(seq, budget)
+        return rest
+
+    monkeypatch.setattr(core, "add_chunk", bad)
+    scene.give_all("abc", 40)
+    scene.comes_to([(C, "failed", False), (B, "failed", False), (A, "finished", True)])
+
+
+def test_a_worker_that_cannot_end_what_raised_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    worse = RuntimeError("over its end")
+
+    def bad(*_: object) -> Any:
+        raise worse
+
+    monkeypatch.setattr(scene.node, "finish", bad)
+    monkeypatch.setattr(scene.node, "_end", bad)
+    scene.give("a", 50)
+    scene.until(lambda: scene.heard == 1)
+    assert scene.stepping.broken is not None and scene.steps == 1
+    scene.give("b", 5)
+    assert scene.stepping.started is None
+
+
+def test_a_step_lasts_no_longer_because_the_loop_is_busy() -> None:
+    scene = Scene()
+    scene.may_go_on.clear()
+    scene.give("a", 1)
+    with scene.stepping.lock:
+        scene.may_go_on.set()
+        time.sleep(0.2)
+    scene.until(lambda: scene.node.idle)
+    assert 0.0 < scene.node.records.step_s < 0.1
 
 
 def test_after_the_end_no_step_begins() -> None:

@@ -10,29 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-from bench.virtual_model import VirtualModel
-from common.batching import Batch, BatchingCore
-from common.blocks import BlockPool
+from common.batching import Batch
 from common.errors import BadConfiguration, IllegalMove
-from common.messages import Decode, Drain, Ended, Message, Refused, RegistrationRefused, Sender, Stop
-from common.request import (
-    Attempt,
-    FrontId,
-    Grammar,
-    Incarnation,
-    Key,
-    Request,
-    RequestId,
-    SamplingParams,
-    pack_ids,
-)
-from decode_node.worker import DecodeWorker
-from transfer.receiver import TransferReceiver
+from common.messages import Block, Drain, Ended, Message, Refused, RegistrationRefused, Sender, Stop
+from common.request import Attempt, Grammar, Incarnation, Key, RequestId
+from tests.transfer.small_worker import LIMIT_S, SmallWorker, decode_of
+from transfer import worker_loop
 from transfer.worker_loop import WorkerLoop
 
 COORDINATOR = Sender("coordinator", Incarnation(1))
 FOR_EVER = 2000
-LIMIT_S = 5.0
 
 
 class NoGrammars:
@@ -69,21 +56,11 @@ class BareLinks:
         pass
 
 
-class Scene:
-    """A loop that runs, with a worker of 256 blocks whose steps take a millisecond."""
+class Scene(SmallWorker):
+    """A loop that runs, with steps that take a millisecond."""
 
     def __init__(self) -> None:
-        core = BatchingCore(
-            BlockPool(256),
-            block_size=16,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            prefix_caching=False,
-            fingerprint="f",
-        )
-        self.pool = core.pool
-        self.model = VirtualModel(num_blocks=256, block_size=16, max_num_seqs=4)
-        self.node = DecodeWorker(core, TransferReceiver(block_bytes=100), fingerprint="f", block_bytes=100)
+        super().__init__()
         self.links = BareLinks()
         self.loop = WorkerLoop(
             self.node,
@@ -104,11 +81,9 @@ class Scene:
         self.links.hear(message, COORDINATOR)
 
     def give(self, name: str, max_tokens: int) -> Key:
-        request = Request(
-            RequestId(name), pack_ids(range(20)), SamplingParams(max_tokens=max_tokens), FrontId("f")
-        )
-        self.hear(Decode(RequestId(name), Attempt(1), request, b""))
-        return (RequestId(name), Attempt(1))
+        asked = decode_of(name, max_tokens)
+        self.hear(asked)
+        return asked.key
 
     def ends(self) -> dict[Key, tuple[str, bool]]:
         return {m.key: (m.outcome, m.retryable) for m in self.links.said if isinstance(m, Ended)}
@@ -246,6 +221,68 @@ def test_only_our_own_words_go_out(monkeypatch: pytest.MonkeyPatch) -> None:
                 scene.give(name, 5)
         said = [m.reason for m in scene.links.said if isinstance(m, Ended)]
         assert said == ["IllegalMove: a request cannot go back", "KeyError"]
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
+
+
+def test_what_steps_have_to_say_goes_out_though_the_turn_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "turn", illegal)
+            with pytest.raises(IllegalMove):
+                scene.give("a", 1)
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            await asyncio.sleep(0.1)
+            assert scene.ends() == {(RequestId("a"), Attempt(1)): ("finished", True)}
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
+
+
+def test_a_worker_that_cannot_even_end_a_request_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        monkeypatch.setattr(scene.node, "finish", illegal)
+        monkeypatch.setattr(scene.node, "fail", illegal)
+        scene.give("a", 5)
+
+    with pytest.raises(IllegalMove):
+        scene.play(act)
+
+
+@pytest.mark.parametrize("part", ["place", "store"])
+def test_a_block_that_raises_costs_its_request_and_not_those_beside_it(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Where its place is asked, and where the bytes are stored: three in a message, the second one raises."""
+    scene = Scene()
+    headers = [Block(RequestId(name), Attempt(1), 0, 0, 0, 0) for name in ("a", "b", "c")]
+    heard: list[str] = []
+
+    def place(header: Block, sender: object) -> int | None:
+        if part == "place" and header.id == "b":
+            illegal()
+        return 7
+
+    def stored(cache: object, came: Any, place: Callable[[Block], int | None]) -> list[bool]:
+        for header, _ in came:
+            place(header)
+            if part == "store" and header.id == "b":
+                illegal()
+        return [True] * len(came)
+
+    async def act() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(scene.node, "place", place)
+            broken.setattr(scene.node, "block", lambda header, *_: heard.append(header.id))
+            broken.setattr(worker_loop, "store_wanted", stored)
+            scene.loop._blocks(COORDINATOR, [(header, memoryview(b"")) for header in headers])
+        assert heard == ["a", "c"]
+        assert scene.ends() == {headers[1].key: ("failed", False)}
         scene.hear(Drain(0.0))
 
     scene.play(act)
