@@ -216,7 +216,7 @@ def test_outbox_sends_one_numbered_message_per_front() -> None:
     assert outbox.last_seq == {"f1": 2, "f2": 1}
 
 
-@pytest.mark.parametrize(("top", "rows"), [(None, 20_000), (0, 10_000), (20, 4_000)])
+@pytest.mark.parametrize(("top", "rows"), [(None, 20_000), (0, 10_000), (20, 4_000), (20, 600)])
 def test_outbox_cuts_the_tokens_of_many_steps(top: int | None, rows: int) -> None:
     """A loop that is late has several steps' to send at once. Whole and in order whatever the cuts."""
     logprobs = None if top is None else (TokenLogprobs(-0.123456789, ((2**31 - 1, -1.23456789),) * top),)
