@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MAX_VOCAB = (1 << 19) - 1  # of a sampler's whole weights (kernels/sampling.py) that many fit into 64 bits
+
 
 class UnsupportedModel(ValueError):
     """The checkpoint asks for something this forward pass does not do. `field` and `value` name it."""
@@ -149,7 +151,7 @@ class ModelConfig:
         attention_bias = _flag(raw, "attention_bias", family.has_attention_bias)
         return cls(
             architecture=architecture,
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=_vocab_size(raw),
             hidden_size=hidden_size,
             intermediate_size=_size(raw, "intermediate_size"),
             num_layers=_size(raw, "num_hidden_layers"),
@@ -224,6 +226,13 @@ def _size(raw: Mapping[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(field, value, "a positive whole number is needed")
     return value
+
+
+def _vocab_size(raw: Mapping[str, Any]) -> int:
+    size = _size(raw, "vocab_size")
+    if size > MAX_VOCAB:
+        raise UnsupportedModel("vocab_size", size, f"more than {MAX_VOCAB} ids cannot be sampled exactly")
+    return size
 
 
 def _divided(hidden_size: int, heads: int) -> int:

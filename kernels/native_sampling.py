@@ -6,7 +6,8 @@ from types import ModuleType
 
 import numpy as np
 
-from kernels.sampling import MAX_VOCAB, Draw, Sampled
+from kernels.model_config import MAX_VOCAB
+from kernels.sampling import Draw, Sampled, in_vocabulary
 from kernels.step import TokenLogprob
 
 _DRAW = struct.Struct("=6d3Q2q2Qq2QqQqQ")  # `draw` of sampling.c
@@ -60,7 +61,7 @@ class NativeSampler:
         if not len(logits):
             return []
         rows, vocab = _checked(logits)
-        tokens = _ids(token_ids, vocab)
+        tokens = in_vocabulary(token_ids, vocab)
         asked = np.minimum(np.asarray(tops, dtype=np.int32), vocab)
         assert len(tokens) == len(asked) == rows
         width = int(asked.max(initial=0))
@@ -94,12 +95,6 @@ def _checked(logits: np.ndarray) -> tuple[int, int]:
     return rows, vocab
 
 
-def _ids(token_ids: Sequence[int], vocab: int) -> np.ndarray:
-    ids = np.asarray(token_ids, dtype=np.int32)
-    assert not len(ids) or (ids.min() >= 0 and ids.max() < vocab)
-    return ids
-
-
 def _pack(draw: Draw, vocab: int, held: list[np.ndarray]) -> bytes:
     """Most rows change no logits, and pay for none of that."""
     sampling, counts, allowed = draw.sampling, draw.counts, draw.allowed
@@ -107,19 +102,22 @@ def _pack(draw: Draw, vocab: int, held: list[np.ndarray]) -> bytes:
     num_seen = num_banned = 0
     num_biased = len(sampling.logit_bias)
     if counts is not None:
+        if counts.vocab_size > vocab:
+            raise IndexError(f"counts of a vocabulary of {counts.vocab_size}, logits of {vocab}")
         num_seen, seen, outputs = len(counts), counts.ids.ctypes.data, counts.outputs.ctypes.data
         held += counts.ids, counts.outputs
     if num_biased:
-        ids = _ids([token_id for token_id, _ in sampling.logit_bias], vocab)
+        ids = in_vocabulary([token_id for token_id, _ in sampling.logit_bias], vocab)
         values = np.asarray([bias for _, bias in sampling.logit_bias], dtype=np.float32)
         biased, biases = ids.ctypes.data, values.ctypes.data
         held += ids, values
     if draw.bans_ends:
-        ends = _ids(sampling.end_token_ids, vocab)
+        ends = in_vocabulary(sampling.end_token_ids, vocab)
         num_banned, banned = len(ends), ends.ctypes.data
         held.append(ends)
     if allowed is not None:
-        assert allowed.shape == (vocab,) and allowed.dtype == np.bool_ and allowed.flags.c_contiguous
+        if allowed.shape != (vocab,) or allowed.dtype != np.bool_ or not allowed.flags.c_contiguous:
+            raise IndexError(f"a mask of {allowed.dtype} {allowed.shape}, logits of {vocab}")
         mask = allowed.ctypes.data
         held.append(allowed)
     return _DRAW.pack(

@@ -34,9 +34,9 @@ class _Slot:
     prompt_len: int
     num_blocks: int
     sampling: SamplingLike
-    counts: TokenCounts | None
+    counts: TokenCounts | None = None
     matcher: Matcher | None = None
-    fault: str | None = None  # why it has no matcher, though its request has a grammar
+    fault: str | None = None  # why it cannot have one of these, though its request asks for it
 
 
 class ModelRunner:
@@ -64,9 +64,8 @@ class ModelRunner:
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         table_width = -(-max_model_len // cache.layout.block_size)
         self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
-        self._room_tokens = np.zeros(
-            max_num_seqs, dtype=np.int32
-        )  # in the blocks of each slot; 0: it is empty
+        # In the blocks of each slot; 0: it is empty.
+        self._room_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         # The few slots for which a step has more to do than arithmetic, so that it need not look at all.
         self._counting: dict[int, TokenCounts] = {}
         self._scoring: dict[int, PromptToScore] = {}
@@ -162,18 +161,20 @@ class ModelRunner:
         self._scoring.pop(slot, None)
 
     def _join(self, joined: JoinedLike) -> None:
+        """Does not raise over what a request asks for: what else changes with its batch would be lost."""
         self._leave(joined.slot)
         sampling, tokens = joined.sampling, joined.tokens
-        counts = None
+        prompt, outputs = tokens[: joined.prompt_len], tokens[joined.prompt_len :]
+        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling)
+        slot.matcher, slot.fault = self._match(sampling, outputs)
         if needs_counts(sampling):
-            counts = TokenCounts(self.vocab_size, tokens[: joined.prompt_len], tokens[joined.prompt_len :])
-            self._counting[joined.slot] = counts
+            try:
+                slot.counts = TokenCounts(self.vocab_size, prompt, outputs)
+                self._counting[joined.slot] = slot.counts
+            except IndexError as error:
+                slot.fault = str(error)
         if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
-            self._scoring[joined.slot] = PromptToScore(
-                tokens[: joined.prompt_len], joined.scored, sampling.prompt_logprobs
-            )
-        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling, counts)
-        slot.matcher, slot.fault = self._match(sampling, tokens[joined.prompt_len :])
+            self._scoring[joined.slot] = PromptToScore(prompt, joined.scored, sampling.prompt_logprobs)
         self._slots[joined.slot] = slot
         self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
         self._room_tokens[joined.slot] = len(joined.blocks) * self.layout.block_size

@@ -18,29 +18,45 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kernels.model_config import MAX_VOCAB
 from kernels.philox import uniforms
 from kernels.step import SamplingLike, TokenLogprob
 
 GREEDY_BELOW = 1e-5
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
-MAX_VOCAB = 1 << 18  # of whole weights that many fit into 64 bits
 UNIT = 1 << 44
 _SORTED_FIRST = 1024
 
 Sampled = tuple[int, TokenLogprob | None]
 
 
+def in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """As int32. Raises IndexError where one is not an id of the vocabulary."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise IndexError(_outside(int(ids.min()), int(ids.max()), vocab_size))
+    return ids.astype(np.int32)
+
+
+def _outside(least: int, most: int, vocab_size: int) -> str:
+    return f"token ids {least} to {most}: the vocabulary has {vocab_size}"
+
+
 class TokenCounts:
-    """Which tokens one sequence has seen, for penalties: distinct ids, and how often each is among its outputs."""
+    """Which tokens one sequence has seen, for penalties: distinct ids, and how often each is among its outputs.
+
+    Ids outside the vocabulary raise IndexError here: a worker that takes a prompt over never computes with it, so no
+    model has refused them, and C reads and writes where they point.
+    """
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], outputs: Sequence[int]) -> None:
-        ids = np.unique(np.asarray([*prompt, *outputs], dtype=np.int32))
+        ids = np.unique(in_vocabulary([*prompt, *outputs], vocab_size))
         room = min(2 * len(ids) + 16, vocab_size)
         self._ids = np.zeros(room, dtype=np.int32)
         self._outputs = np.zeros(room, dtype=np.int32)
         self._ids[: len(ids)] = ids
         self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         for token_id in outputs:
             self.append(token_id)
 
@@ -59,9 +75,11 @@ class TokenCounts:
 
     def append(self, token_id: int) -> None:
         """One more output."""
+        if not 0 <= token_id < self.vocab_size:
+            raise IndexError(_outside(token_id, token_id, self.vocab_size))
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
-            room = min(2 * place, self._vocab_size)
+            room = min(2 * place, self.vocab_size)
             self._ids = np.resize(self._ids, room)
             self._outputs = np.concatenate([self._outputs, np.zeros(room - place, dtype=np.int32)])
         self._ids[place] = token_id

@@ -16,7 +16,7 @@
 #define BLOCK 64   /* ids whose weights are summed together */
 #define CHUNK 1024 /* ids that are looked through for the best one before it is compared: 4 kB */
 
-/* A weight is exp(x - best) in whole units of 2^-44: below 2^18 ids their sums are exact in 64 bits. */
+/* A weight is exp(x - best) in whole units of 2^-44: below 2^19 ids their sums are exact in 64 bits. */
 static const int64_t UNIT = (int64_t)1 << 44;
 #define TO_UNITS 384.0 /* 1.5 * 2^8: what is added to it is rounded to 2^-44, and its bits then count units */
 #define BITS_OF_TO_UNITS 0x4078000000000000LL

@@ -55,6 +55,7 @@ def test_smollm2_config_of_the_hub() -> None:
         (_LLAMA, {"rope_interleaved": True}, "rope_interleaved"),
         (_LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (_LLAMA, {"vocab_size": None}, "vocab_size"),
+        (_LLAMA, {"vocab_size": 1 << 19}, "vocab_size"),  # one id more than the sums of sampling hold
         (_LLAMA, {"hidden_size": "64"}, "hidden_size"),
         (_LLAMA, {"hidden_size": 66}, "hidden_size"),
         (_LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads"),

@@ -127,6 +127,25 @@ def test_an_overflow_is_a_fault_of_its_row_and_no_token(tiny: ModelRunner) -> No
     tiny.cache.tensor[2].fill_(0)
 
 
+def test_a_prompt_of_no_vocabulary_is_a_fault_of_its_row(tiny: ModelRunner) -> None:
+    """Taken over from another worker, it is never computed with here; what changes for others in its step must hold."""
+    good = Joined(0, [5] * 9, 9, [1], Sampling())
+    first, second = Batch(joined=[good]), Batch()
+    first.add(0, 0, [5] * 9, True)
+    [token] = expected = tiny.run(first).ids[0]
+    second.add(0, 9, [token], True)
+    expected += tiny.run(second).ids[0]
+    penal = Sampling(repetition_penalty=1.3)
+    first = Batch(joined=[Joined(1, [5, tiny.vocab_size, 6], 2, [2], penal), good])
+    first.add(1, 2, [6], True)
+    first.add(0, 0, [5] * 9, True)
+    result = tiny.run(first)
+    assert result.ids == ((), expected[:1]) and list(result.faults) == [0]
+    assert str(tiny.vocab_size) in result.faults[0]
+    second.left = [1]
+    assert tiny.run(second).ids == (expected[1:],)
+
+
 def test_a_caller_that_errs_is_stopped(tiny: ModelRunner) -> None:
     unknown = Batch()
     unknown.add(2, 0, [5], True)

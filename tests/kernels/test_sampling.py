@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from kernels.model_config import MAX_VOCAB
 from kernels.native_backend import load_native
 from kernels.native_sampling import NativeSampler
 from kernels.philox import uniforms
@@ -339,7 +340,7 @@ def test_native_numbers_are_those_of_philox(sampler: Sampler) -> None:
 
 def test_the_widest_vocabulary_is_summed_exactly() -> None:
     """All equal: every weight is the largest there is. One id more would be refused."""
-    vocab = 1 << 18
+    vocab = MAX_VOCAB
     logits = np.zeros((2, vocab), dtype=np.float32)
     draws = [Draw(Sampling(temperature=1.0, seed=seed, logprobs=0, top_p=0.75), 0) for seed in (1, 2)]
     found = [sampler.sample(logits, draws) for sampler in SAMPLERS]
@@ -349,6 +350,36 @@ def test_the_widest_vocabulary_is_summed_exactly() -> None:
     for sampler in SAMPLERS:
         with pytest.raises(AssertionError):
             sampler.sample(np.zeros((1, vocab + 1), dtype=np.float32), draws[:1])
+
+
+@pytest.mark.parametrize("wrong", [-1, 300, 2**31 - 1, 2**40])
+def test_counts_take_ids_of_the_vocabulary_only(wrong: int) -> None:
+    """They come from the wire, and a decode worker never computes with a prompt that it took over."""
+    for prompt, outputs in (([5, wrong], [7]), ([5], [7, wrong])):
+        with pytest.raises(IndexError, match="300"):
+            TokenCounts(300, prompt, outputs)
+    counts = TokenCounts(300, [5], [7])
+    with pytest.raises(IndexError, match="300"):
+        counts.append(wrong)
+    assert len(counts) == 2
+
+
+@each_native
+@pytest.mark.parametrize("wrong", [-1, 300, 2**31 - 1])
+def test_what_c_indexes_with_is_in_the_vocabulary(sampler: Sampler, wrong: int) -> None:
+    logits = np.zeros((1, 300), dtype=np.float32)
+    for draw in (
+        Draw(Sampling(logit_bias=((3, 1.0), (wrong, 1.0))), 0),
+        Draw(Sampling(min_tokens=1, end_token_ids=(3, wrong)), 0),
+        Draw(Sampling(repetition_penalty=1.3), 0, TokenCounts(301, [3], [])),
+        Draw(Sampling(), 0, None, np.ones(301, dtype=np.bool_)),
+        Draw(Sampling(), 0, None, np.ones(299, dtype=np.bool_)),
+        Draw(Sampling(), 0, None, np.ones(600, dtype=np.bool_)[::2]),
+    ):
+        with pytest.raises(IndexError, match="300"):
+            sampler.sample(logits, [draw])
+    with pytest.raises(IndexError, match="300"):
+        sampler.score(logits, [wrong], [1])
 
 
 def test_counts_grow_with_what_is_put_out() -> None:
