@@ -1,5 +1,7 @@
 """The small operations: right values, and bits that do not depend on the number of rows."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,13 +14,13 @@ from kernels.norm import rms_norm
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def _backends() -> list[Backend]:
-    """torch, and every variant of the extension that this processor has."""
-    found: list[Backend] = [TorchBackend()]
+def _backends() -> Iterator[Backend]:
+    """torch, then every variant of the extension that this processor has. The variant is one per process, so each is
+    chosen only as it is taken from here: do not make a list of them."""
+    yield TorchBackend()
     native = load_native()
     if native is not None:
-        found += [NativeBackend(native, 1, name) for name in VARIANTS if native.use(name)]
-    return found
+        yield from (NativeBackend(native, 1, name) for name in VARIANTS if native.use(name))
 
 
 def test_exp() -> None:
@@ -70,6 +72,21 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
         for row in (0, 17, 32):
             assert torch.equal(backend.silu_mul(x[row : row + 1].clone()), found[row : row + 1])
     assert torch.equal(silu_mul(x[7:8]), silu_mul(x)[7:8])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("size", [5, 16, 100, 576, 1536])
+def test_fused_variants_give_equal_bits(size: int, dtype: torch.dtype) -> None:
+    """amx, avx512 and avx2 have one way to do these, so workers that differ in them may exchange blocks."""
+    x = (4 * torch.randn(67, 2 * size)).to(dtype)
+    weight, residual = torch.randn(2 * size), torch.randn(67, 2 * size).to(dtype)
+    found = [
+        (b.rms_norm(x, weight, 1e-5), *b.add_rms_norm(x, residual.clone(), weight, 1e-5), b.silu_mul(x))
+        for b in _backends()
+        if isinstance(b, NativeBackend) and b.variant != "plain"
+    ]
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 def test_the_extension_is_there_where_a_compiler_is() -> None:
