@@ -67,11 +67,22 @@ typedef struct {
     int tile_pairs;
 } attention_job;
 
+/* The row of an item. Threads take items one at a time: a search from row 0 would grow with the square of the rows. */
+static int row_of(const long *first_item, int rows, long item) {
+    int row = 0, beyond = rows; /* first_item[row] <= item < first_item[beyond] */
+    while (beyond - row > 1) {
+        const int middle = row + (beyond - row) / 2;
+        if (first_item[middle] <= item) row = middle;
+        else beyond = middle;
+    }
+    return row;
+}
+
 static void attend_items(const void *of, long first, long last, int member) {
     const attention_job *job = of;
     const attention_args *a = job->args;
     const long *first_item = job->space->first_item;
-    int row = 0;
+    int row = row_of(first_item, a->rows, first);
     for (long item = first; item < last; item++) {
         while (item >= first_item[row + 1]) row++;
         const long tiles = (first_item[row + 1] - first_item[row]) / a->kv_heads, number = item - first_item[row];
