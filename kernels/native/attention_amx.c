@@ -11,9 +11,10 @@
 #include <math.h>
 #include <string.h>
 
+#include "dispatch.h"
 #include "scalar.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#ifdef WITH_BF16
 #include <immintrin.h>
 
 #pragma GCC push_options

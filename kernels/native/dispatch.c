@@ -11,6 +11,7 @@ static int variant = VARIANT_PLAIN;
 
 int variant_in_use(void) { return variant; }
 
+#ifdef WITH_BF16
 /* The kernel saves the tiles of a process only on request. */
 static int amx_allowed(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -20,6 +21,7 @@ static int amx_allowed(void) {
     return 0;
 #endif
 }
+#endif
 
 int processor_has(int wanted) {
     if (wanted == VARIANT_PLAIN) return 1;
@@ -32,10 +34,12 @@ int processor_has(int wanted) {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return 0;
-    return wanted == VARIANT_512 || (__builtin_cpu_supports("avx512bf16") && amx_allowed());
-#else
-    return 0;
+    if (wanted == VARIANT_512) return 1;
+#ifdef WITH_BF16
+    return __builtin_cpu_supports("avx512bf16") && amx_allowed();
 #endif
+#endif
+    return 0;
 }
 
 int use_variant(const char *name) {

@@ -7,7 +7,6 @@
 
 #include <stdlib.h>
 
-#include "dispatch.h"
 #include "linear_kernels.h"
 
 enum { WORTH_SHARING = 1 << 20 };
@@ -52,7 +51,7 @@ int linear_has(int kind, int dtype) {
     case LINEAR_PLAIN: return 1;
     case LINEAR_FMA256: return processor_has(VARIANT_256);
     case LINEAR_FMA512: return processor_has(VARIANT_512);
-#ifdef WITH_X86
+#ifdef WITH_BF16
     case LINEAR_DOT: return dtype == BFLOAT16 && processor_has(VARIANT_512) && __builtin_cpu_supports("avx512bf16");
     case LINEAR_AMX: return dtype == BFLOAT16 && processor_has(VARIANT_AMX);
 #endif
@@ -61,9 +60,11 @@ int linear_has(int kind, int dtype) {
 }
 
 static pool_work work_of(const linear *w) {
-#ifdef WITH_X86
+#ifdef WITH_BF16
     if (w->kind == LINEAR_AMX) return linear_amx;
     if (w->kind == LINEAR_DOT) return linear_dot;
+#endif
+#ifdef WITH_X86
     if (w->kind == LINEAR_FMA512) return linear_fma512[w->dtype];
     if (w->kind == LINEAR_FMA256) return linear_fma256[w->dtype];
 #endif

@@ -5,7 +5,7 @@
  * earlier and computes some rows a second time, to the same bits: the tiles' shapes stay as configured. */
 #include "linear_kernels.h"
 
-#ifdef WITH_X86
+#ifdef WITH_BF16
 #include <immintrin.h>
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,amx-tile,amx-bf16,prefer-vector-width=512")

@@ -1,7 +1,7 @@
 /* Products of bf16 pairs by vdpbf16ps: two input features at a time, sums in fp32. */
 #include "linear_kernels.h"
 
-#ifdef WITH_X86
+#ifdef WITH_BF16
 #include <immintrin.h>
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,prefer-vector-width=512")

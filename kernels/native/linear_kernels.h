@@ -2,6 +2,7 @@
 #ifndef KVFERRY_LINEAR_KERNELS_H
 #define KVFERRY_LINEAR_KERNELS_H
 
+#include "dispatch.h"
 #include "linear.h"
 #include "pool.h"
 #include "scalar.h"
@@ -27,6 +28,8 @@ typedef struct {
 extern const pool_work linear_plain[3]; /* by dtype */
 #ifdef WITH_X86
 extern const pool_work linear_fma256[3], linear_fma512[3];
+#endif
+#ifdef WITH_BF16
 void linear_dot(const void *job, long first, long last, int member);
 void linear_amx(const void *job, long first, long last, int member);
 #endif
