@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.batching import BatchingCore
@@ -356,4 +358,28 @@ def test_heartbeat_tells_what_is_held() -> None:
     for key in (computed, queued):
         bench.note(bench.worker.abort(key, "not wanted", bench.now))
     assert bench.worker.abort(queued, "again", bench.now) == []
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("part", ["_begin", "_after_row"])
+def test_over_one_prompt_its_neighbours_go_on(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """We err as it begins, or over what its chunk came to: it ends, for good, and only it."""
+    bench = Bench()
+    of = getattr(bench.worker, part)
+
+    def bad(about: Any, now: float) -> Any:
+        if getattr(about, "seq", about).key == b:
+            raise RuntimeError("over this one")
+        return of(about, now)
+
+    monkeypatch.setattr(bench.worker, part, bad)
+    a, b, c = (bench.dispatch(name, length=6, max_tokens=1) for name in "abc")
+    said = [message for _ in range(3) for message in bench.step()]
+    assert {m.key: (m.outcome, m.retryable) for m in only(said, Ended) if isinstance(m, Ended)} == {
+        a: ("finished", True),
+        b: ("failed", False),
+        c: ("finished", True),
+    }
+    assert len(only(said, Ended)) == 3
+    assert bench.worker.records.counters.values["internal_errors_total"] == 1
     bench.check_empty()
