@@ -120,7 +120,7 @@ async def measure(
     try:
         await _warm_up(client, write, warmups(load, bench.limits.num_warmups, seed))
         before = await asyncio.to_thread(bench.server.scrape) if bench.ask_server else {}
-        runner = Runner(client, write, bench.limits.max_concurrency, tell)
+        runner = Runner(client, write, bench.limits.max_concurrency, tell, load.closed_for_s)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, runner.stop)
         try:

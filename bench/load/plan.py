@@ -41,6 +41,11 @@ class Load:
         """Tokens of one shared block."""
         return self.trace.block_tokens if self.trace is not None else self.prefix_len
 
+    @property
+    def closed_for_s(self) -> float | None:
+        """Where all requests are due at once, their times do not end a run of `duration_s`: the clock does."""
+        return self.duration_s if self.trace is None and self.rate == float("inf") else None
+
 
 def stream_seed(seed: int, stream: int) -> int:
     return int(np.random.SeedSequence([seed, stream]).generate_state(2, np.uint64)[0])

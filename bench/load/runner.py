@@ -19,7 +19,8 @@ WATCH_EVERY_S = 0.02
 
 
 class Runner:
-    """`body` writes a request out, `tell` hears (sent, ended, tokens) once a second."""
+    """`body` writes a request out, `tell` hears (sent, ended, tokens) once a second. `closed_for_s`: how long the users
+    of a closed loop, whose plan has no times, go on sending."""
 
     def __init__(
         self,
@@ -27,11 +28,13 @@ class Runner:
         body: Callable[[Planned], bytes],
         max_concurrency: int | None,
         tell: Callable[[int, int, int], None],
+        closed_for_s: float | None = None,
     ) -> None:
         self._client = client
         self._body = body
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
         self._tell = tell
+        self._closed_for_s = float("inf") if closed_for_s is None else closed_for_s
         self._records: list[Record] = []
         self._tokens = 0
         self._running: set[asyncio.Task[None]] = set()
@@ -72,6 +75,8 @@ class Runner:
             await asyncio.sleep(max(0.0, wait_s))  # 0 lets go out what was sent before
             if self._slots is not None:
                 await self._slots.acquire()
+            if time.perf_counter() - started_s >= self._closed_for_s:
+                break
             task = asyncio.create_task(self._send(planned, request, started_s))
             self._running.add(task)
             task.add_done_callback(self._running.discard)

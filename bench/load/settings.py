@@ -229,6 +229,9 @@ class BenchSettings(Strict):
             raise ValueError(
                 "--trace: has rates of its own; use --trace-scale instead of --sweep-rate or --find-rate"
             )
+        limits = (self.max_concurrency, self.num_prompts, self.trace, self.find_rate, self.sweep_rate)
+        if self.request_rate == float("inf") and self.duration is not None and limits == (None,) * 5:
+            raise ValueError("--duration: of requests all at once, needs --max-concurrency or --num-prompts")
         if len(self.compare) == 1:
             raise ValueError("--compare: expected two files or more")
         if self.prompt_as == "ids" and self.endpoint != "/v1/completions":

@@ -98,6 +98,19 @@ def test_duration_ends_arrivals_and_who_is_there_ends_in_peace(tmp_path: Path) -
     assert found["duration_s"] > 0.5
 
 
+def test_duration_ends_a_closed_loop_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All its requests are due at once, so by their times it would never end."""
+    result = tmp_path / "a.json"
+    closed = ["--request-rate", "inf", "--duration", "0.5"]
+    with scripted(lambda body: spoken(body, gap_s=0.02)) as server:
+        limits = ["--max-concurrency", "3", "--num-prompts", "400"]
+        assert bench(server.url, *closed, *limits, "--save-result", str(result)) == 0
+        assert bench(server.url, *closed) == 2, "thousands at once, and no end to them"
+    assert "--max-concurrency" in capsys.readouterr().err
+    found = saved(result)["summary"]
+    assert 3 <= found["by_outcome"]["ok"] == sum(found["by_outcome"].values()) < 200
+
+
 def test_chat_is_asked_in_words_counted_by_the_server(tmp_path: Path) -> None:
     """A template of 7 tokens around it: the words leave room for them."""
     result = tmp_path / "a.json"
