@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common.batching import Batch, RowResult
 from common.effects import Effect
 from common.request import Key
+from transfer.fair_lock import FairLock
 from transfer.pure_worker import PureWorker, Step
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Stepping:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._said: list[Effect] = []
         self._ended = False
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.started: float | None = None
         """When the step that is out began; None while none is."""
         self.broken: BaseException | None = None
