@@ -24,6 +24,14 @@ def _forming(settings: WorkerSettings) -> Forming:
     return RequestLevel(min(settings.max_num_seqs, MAX_WAITING), settings.batch_timeout_s)
 
 
-def _make_worker(forming: Forming, core: BatchingCore, fingerprint: str, block_bytes: int) -> DecodeWorker:
-    receiver = TransferReceiver(block_bytes=block_bytes)
-    return DecodeWorker(core, receiver, fingerprint=fingerprint, block_bytes=block_bytes, forming=forming)
+def _make_worker(
+    forming: Forming, core: BatchingCore, fingerprint: str, block_bytes: int, vocab_size: int
+) -> DecodeWorker:
+    return DecodeWorker(
+        core,
+        TransferReceiver(block_bytes=block_bytes),
+        fingerprint=fingerprint,
+        block_bytes=block_bytes,
+        forming=forming,
+        vocab_size=vocab_size,
+    )

@@ -64,13 +64,16 @@ class DecodeWorker:
         block_bytes: int,
         max_waiting: int = MAX_WAITING,
         forming: Forming | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: prompts of other ids are refused; None: the model takes any."""
         self._core = core
         self._scheduler = DecodeScheduler(core, forming)
         self._receiver = receiver
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._max_waiting = max_waiting
+        self._vocab_size = vocab_size
         self._senders: dict[Key, WorkerId] = {}
         self._moved_bytes: dict[Key, int] = {}
         self._pending: list[Effect] = []
@@ -126,6 +129,10 @@ class DecodeWorker:
         """A sequence that outgrows the whole pool could only be preempted for ever, so its longest answer counts."""
         if request.prompt_tokens == 0:
             return "the prompt is empty"
+        if self._vocab_size is not None:
+            ids = unpack_ids(request.prompt_ids)
+            if not 0 <= min(ids) <= max(ids) < self._vocab_size:
+                return f"the prompt has ids outside the vocabulary of {self._vocab_size}"
         needed = self._core.blocks_for(request.max_total_tokens)
         total = self._core.pool.total
         return f"needs {needed} blocks, this worker has {total}" if needed > total else None

@@ -15,6 +15,7 @@ def run(settings: WorkerSettings) -> int:
     return run_worker(settings, "prefill", load_for_worker, _make_worker)
 
 
-def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int) -> PrefillWorker:
+def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int, _vocab_size: int) -> PrefillWorker:
+    """Its forward pass looks at every prompt's ids itself."""
     sender = TransferSender(block_bytes=block_bytes)
     return PrefillWorker(core, sender, fingerprint=fingerprint, block_bytes=block_bytes)

@@ -81,6 +81,9 @@ class Runner(Protocol):
     max_model_len: int
     max_num_seqs: int
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def describe(self) -> dict[str, str | int | float]: ...
     def run(self, batch: Batch) -> StepResult: ...
     def prepare_grammars(self) -> None: ...
@@ -112,8 +115,8 @@ class LoadModel(Protocol):
     ) -> tuple[Path, Runner]: ...
 
 
-MakeNode = Callable[[BatchingCore, str, int], PureWorker]
-"""Batching core, fingerprint digest, bytes per block to the pure worker of a role."""
+MakeNode = Callable[[BatchingCore, str, int, int], PureWorker]
+"""Batching core, fingerprint digest, bytes per block, ids of the vocabulary to the pure worker of a role."""
 
 
 @dataclass(slots=True)
@@ -209,7 +212,7 @@ async def _serve(
         fingerprint=digest(fingerprint),
         tenant_scope=settings.prefix_cache_scope == "tenant",
     )
-    node = make_node(core, digest(fingerprint), layout.block_bytes)
+    node = make_node(core, digest(fingerprint), layout.block_bytes, runner.vocab_size)
     links = _links(settings, role, me, runner.cache, segment, node.records.counters, key)
     address = links.bind(*own_endpoints(settings))
     log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))

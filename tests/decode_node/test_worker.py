@@ -50,11 +50,18 @@ MOVED = 'kv_transfer_bytes_total{channel="tcp"}'
 
 
 class Bench:
-    def __init__(self, core: BatchingCore | None = None, max_waiting: int = 256) -> None:
+    def __init__(
+        self, core: BatchingCore | None = None, max_waiting: int = 256, vocab_size: int | None = None
+    ) -> None:
         self.core = core or make_core()
         self.receiver = TransferReceiver(block_bytes=BLOCK_BYTES)
         self.worker = DecodeWorker(
-            self.core, self.receiver, fingerprint="fp", block_bytes=BLOCK_BYTES, max_waiting=max_waiting
+            self.core,
+            self.receiver,
+            fingerprint="fp",
+            block_bytes=BLOCK_BYTES,
+            max_waiting=max_waiting,
+            vocab_size=vocab_size,
         )
         self.model = model_for(self.core)
         self.now = 0.0
@@ -209,6 +216,18 @@ def test_what_can_never_be_taken_is_refused(wanted: Request, fingerprint: str, r
     if fingerprint == "fp":
         assert bench.hear(Decode(*KEY, wanted, b"")) == [Refused(*KEY, reason)]
     bench.check_empty()
+
+
+@pytest.mark.parametrize("wrong", [-1, 500])
+def test_a_prompt_of_no_vocabulary_is_refused(wrong: int) -> None:
+    """No forward pass would refuse it here: blocks that come from another are not computed."""
+    bench = Bench(vocab_size=500)
+    refusal = [Refused(*KEY, "the prompt has ids outside the vocabulary of 500")]
+    strange = request("a", [0, wrong, 499], 4)
+    assert bench.offer(strange) == refusal and bench.hear(Decode(*KEY, strange, b"")) == refusal
+    bench.check_empty()
+    (accept,) = bench.offer(request("a", [0, 499], 4))
+    assert isinstance(accept, Accept)
 
 
 def test_no_room_means_later() -> None:

@@ -35,6 +35,7 @@ class PoisonableRunner:
     cache: PagedCache
     max_model_len = 100
     max_num_seqs = 8
+    vocab_size = 1000
 
     def __init__(self) -> None:
         self.runs: list[int] = []
