@@ -74,6 +74,8 @@ class Matcher:
     def consume(self, output_ids: Iterable[int]) -> None:
         """Raises GrammarFault where an id does not fit, which says that it was not drawn under this grammar."""
         for token_id in output_ids:
+            if token_id < 0:  # the library raises an error of another kind over it
+                raise GrammarFault("its grammar cannot go on with a negative id")
             self._consumed.append(token_id)
             if not self._state.consume_token(token_id):
                 self._start_afresh_or_fail()
@@ -95,7 +97,7 @@ class Matcher:
         allowed[self._compiler.own_ends] = False
         allowed[list(end_token_ids)] = may_end
         if not allowed.any():
-            raise GrammarFault(f"its grammar {_reason('NoExtension')}")
+            raise GrammarFault("its grammar cannot go on with a negative id")
         return allowed
 
     def _spell_out(self, allowed: np.ndarray) -> None:

@@ -66,6 +66,13 @@ def runner(smollm2_dir: Path) -> ModelRunner:
 # ---------------------------------------------------------------- masks
 
 
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**31 - 1])
+def test_outputs_of_no_vocabulary_are_a_fault_of_their_grammar(compiler: GrammarCompiler, wrong: int) -> None:
+    """They come from the wire as a sequence joins, where nothing else may be raised."""
+    with pytest.raises(GrammarFault):
+        compiler.matcher("regex", "[a-z]+", [wrong])
+
+
 def test_allowed_are_exactly_the_tokens_that_can_go_on(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
