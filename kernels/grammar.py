@@ -97,7 +97,7 @@ class Matcher:
         allowed[self._compiler.own_ends] = False
         allowed[list(end_token_ids)] = may_end
         if not allowed.any():
-            raise GrammarFault("its grammar cannot go on with a negative id")
+            raise GrammarFault(f"its grammar {_reason('NoExtension')}")
         return allowed
 
     def _spell_out(self, allowed: np.ndarray) -> None:
