@@ -27,6 +27,16 @@ def grown(name: str, before: Scrape, after: Scrape) -> float | None:
     return None if found is None else after[found] - before.get(found, 0.0)
 
 
+def went_back(before: Scrape, after: Scrape) -> bool:
+    """Counters only grow: one that is less than before was counted by another process. Of a scrape that gave nothing
+    nothing is known."""
+    return bool(after) and any(
+        after.get(key, 0.0) < value
+        for key, value in before.items()
+        if key.partition("|")[0].endswith(("_total", "_bucket"))
+    )
+
+
 def histogram_quantile(name: str, quantile: float, before: Scrape, after: Scrape) -> float | None:
     """Of what was observed between two scrapes, interpolated inside its bucket; None where there was nothing."""
     buckets = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.load.metrics_text import grown, histogram_quantile, parse_metrics
+from bench.load.metrics_text import grown, histogram_quantile, parse_metrics, went_back
 from bench.load.records import Record
 from bench.load.statistics import Distribution, distribution
 
@@ -60,11 +60,13 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class ServerSide:
     """What the server counted during the run. Milliseconds; quantiles of `histograms` are read off buckets, those
-    of `queue` and `handover_gap` in `timelines` are exact, over as many requests as their `count`."""
+    of `queue` and `handover_gap` in `timelines` are exact, over as many requests as their `count`. All are empty where
+    a counter went back: what the server counts began anew in the midst of the run."""
 
     counters: dict[str, float]
     histograms_ms: dict[str, dict[str, float]]
     timelines_ms: dict[str, Distribution]
+    restarted: bool = False
 
 
 class Server:
@@ -110,6 +112,8 @@ class Server:
         if facts.kind == "kvferry":
             time.sleep(HEARTBEATS_S)
         after = self.scrape()
+        if went_back(before, after):
+            return ServerSide({}, {}, {}, restarted=True)
         counters = {name: grown(sample, before, after) for name, sample in COUNTERS.items()}
         return ServerSide(
             {name: value for name, value in counters.items() if value is not None},

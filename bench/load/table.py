@@ -14,6 +14,7 @@ from bench.load.server_facts import ServerSide
 from bench.load.statistics import Distribution, Interval
 from bench.load.summary import MEASURES, Summary, summary_of_stalls
 
+RESTARTED = "the service, or a worker of it, restarted (its counters went back): its figures are dropped"
 STALL_TOO_LONG_MS = 20.0
 """As long as a decode step of a small model."""
 CPU_TOO_MUCH = 0.3
@@ -25,7 +26,9 @@ def report(summary: Summary, server: ServerSide | None, head: Mapping[str, str],
     parts.append(_distributions(summary.distributions))
     if summary.goodput is not None:
         parts += ["", Text(goodput_line(summary.goodput))]
-    if server is not None and (server.counters or server.histograms_ms):
+    if server is not None and server.restarted:
+        parts += ["", Text(RESTARTED)]
+    elif server is not None and (server.counters or server.histograms_ms):
         parts += ["", _server(server)]
     parts += ["", *_notes(summary, run)]
     return Group(*parts)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bench.load.rate_search import RateSearch
 from bench.load.summary import MEASURES
-from bench.load.table import facts, ms, numbers
+from bench.load.table import RESTARTED, facts, ms, numbers
 
 Result = Mapping[str, Any]
 Cell = Callable[[Any], str]
@@ -55,7 +55,13 @@ def curve_report(head: Mapping[str, str], points: Sequence[Result]) -> Renderabl
     cpu_s = sum(point["client"]["cpu_s"] for point in points)
     wall_s = sum(point["client"]["wall_s"] for point in points)
     client = f"this client took {cpu_s / wall_s if wall_s else 0.0:.1%} of a core"
-    return Group(facts(head), "", curve(points), "", Text(f"[ ]: 95 % intervals by Wilson; {client}"))
+    notes = [f"[ ]: 95 % intervals by Wilson; {client}"]
+    notes += [
+        f"at {float(point['rate']):.3f}/s {RESTARTED}"
+        for point in points
+        if (point["server"] or {}).get("restarted")
+    ]
+    return Group(facts(head), "", curve(points), "", *map(Text, notes))
 
 
 def rate_line(wanted: float, targets: str, search: RateSearch) -> str:

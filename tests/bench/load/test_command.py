@@ -186,6 +186,28 @@ def test_a_server_that_dies_leaves_a_report(tmp_path: Path, capsys: pytest.Captu
     assert "refused" in capsys.readouterr().err
 
 
+def test_a_service_that_restarts_in_mid_run_has_no_figures_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "a.json"
+    counted = b"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total %d\n"
+
+    def script(body: dict[str, Any]) -> list[Step]:
+        server.metrics = counted % (9 if len(server.bodies) < 4 else 2)
+        return spoken(body)
+
+    argv = ["--request-rate", "100", "--num-prompts", "6", "--save-result", str(result)]
+    with scripted(script) as server:
+        assert bench(server.url, *argv) == 0
+        assert "restarted" in capsys.readouterr().out
+        assert saved(result)["server"] == {
+            "counters": {}, "histograms_ms": {}, "timelines_ms": {}, "restarted": True,
+        }  # fmt: skip
+        assert bench(server.url, *argv) == 0
+    assert "restarted" not in capsys.readouterr().out
+    assert saved(result)["server"]["counters"] == {"preemptions": 0}
+
+
 def test_a_trace_is_replayed(tmp_path: Path) -> None:
     trace, result = tmp_path / "t.jsonl", tmp_path / "a.json"
     rows = [(0, 700, 3, [1, 2]), (100, 600, 2, [1, 3]), (300, 512, 1, [1]), (400, 40_960, 1, [1])]

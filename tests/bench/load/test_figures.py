@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.load.goodput import Targets, goodput, parse_targets
-from bench.load.metrics_text import grown, histogram_quantile, parse_metrics
+from bench.load.metrics_text import grown, histogram_quantile, parse_metrics, went_back
 from bench.load.rate_search import RateSearch
 from bench.load.records import Outcome, Record
 from bench.load.result_file import BadResult, as_json, read_result, row_of
@@ -178,6 +178,15 @@ def test_counters_and_histograms_are_of_the_run_alone() -> None:
     assert histogram_quantile("queue", 0.25, before, after) == pytest.approx(0.05)
     assert histogram_quantile("queue", 0.75, before, after) == pytest.approx(0.55)
     assert histogram_quantile("queue", 0.5, after, after) is None
+
+
+def test_a_counter_that_went_back_is_another_process() -> None:
+    before, after = parse_metrics(BEFORE), parse_metrics(AFTER)
+    assert not went_back(before, after) and not went_back(before, before)
+    assert went_back(after, before)
+    assert went_back(before, {"other_total": 1.0}), "a series that is gone"
+    assert not went_back(before, {}), "nobody answered: nothing is known"
+    assert not went_back({"kvferry_running": 4.0}, {"kvferry_running": 1.0}), "no counter"
 
 
 # ------------------------------------------------------------ the highest rate
