@@ -150,11 +150,17 @@ def _several_runs(settings: BenchSettings, bench: Bench, load: Load, learned: Le
         interrupted = found.run.interrupted
         points.append(plain({"rate": rate, "seed": run_seed, **_figures(found)}))
         console.print(several.curve(points[-1:]))
-        if found.summary.goodput is not None:
-            search.tell(rate, found.summary.goodput.share.value)
+        summary = found.summary
+        if summary.goodput is not None:
+            search.tell(rate, summary.goodput.share.value, summary.arrivals_s, summary.duration_s)
     head = head_of(settings, bench, load, learned, seed) | {"arrivals": _rates_in_words(settings, points)}
     console.print(several.curve_report(head, points))
-    rates = {"found": search.found(), "passing": search.passing, "failing": search.failing}
+    rates = {
+        "found": search.found(),
+        "passing": search.passing,
+        "failing": search.failing,
+        "too_few": search.too_few,
+    }
     if settings.find_rate is not None:
         console.print(several.rate_line(settings.find_rate, str(settings.targets), search), markup=False)
     result = {**_about(settings, bench, head, seed), "points": points, "rate": rates}

@@ -35,6 +35,7 @@ class Summary:
     """`by_outcome` has every outcome; `faults` counts what went wrong, by kind."""
 
     duration_s: float
+    arrivals_s: float
     by_outcome: dict[str, int]
     faults: dict[str, int]
     first_words: dict[str, str]
@@ -73,6 +74,7 @@ def summarize(records: Sequence[Record], targets: Targets, seed: int) -> Summary
     chunks = sum(len(record.text_s) for record in whole)
     return Summary(
         duration_s=duration_s,
+        arrivals_s=max((record.due_s for record in records), default=0.0),
         by_outcome={outcome: sum(record.outcome == outcome for record in records) for outcome in OUTCOMES},
         faults=dict(Counter(record.fault for record in faults).most_common()),
         first_words={record.fault: record.words for record in reversed(faults)},

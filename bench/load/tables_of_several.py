@@ -65,7 +65,19 @@ def curve_report(head: Mapping[str, str], points: Sequence[Result]) -> Renderabl
 
 
 def rate_line(wanted: float, targets: str, search: RateSearch) -> str:
+    said = _rate_found(wanted, targets, search)
+    if search.too_few is None:
+        return said
+    return (
+        f"{said}; too few requests for {search.too_few:.3g}/s: all came long before they were served. Raise "
+        "--num-prompts (or --duration)"
+    )
+
+
+def _rate_found(wanted: float, targets: str, search: RateSearch) -> str:
     found = search.found()
+    if found is None and search.too_few is not None:
+        return f"no rate is known at which {wanted:.0%} attain {targets} ms"
     if found is None:
         return f"no rate down to {search.failing or search.first_rate:.3g}/s at which {wanted:.0%} attain {targets} ms"
     if search.failing is None:

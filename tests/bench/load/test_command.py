@@ -260,6 +260,17 @@ def test_a_sweep_and_a_search_are_curves(tmp_path: Path, capsys: pytest.CaptureF
     assert command.main(["--compare", str(sweep), str(sweep)]) == 2, "names are the same"
 
 
+def test_a_search_among_too_few_requests_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "f.json"
+    argv = ["--num-prompts", "6", "--goodput", "ttft:9000", "--find-rate", "0.9", "--request-rate", "4"]
+    with scripted(lambda body: spoken(body, first_s=0.4)) as server:
+        assert bench(server.url, *argv, "--seed", "1", "--save-result", str(result)) == 0
+    found = saved(result)
+    assert len(found["points"]) <= 5
+    assert found["rate"]["too_few"] == found["points"][-1]["rate"]
+    assert "Raise --num-prompts" in capsys.readouterr().out
+
+
 def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "slow.json", tmp_path / "fast.json"]
     for file, first_s in zip(files, (0.2, 0.02), strict=True):

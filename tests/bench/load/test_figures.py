@@ -211,3 +211,20 @@ def test_a_service_that_never_passes_ends_the_search() -> None:
     while (rate := search.next_rate()) is not None:
         search.tell(rate, 0.1)
     assert search.found() is None and len(search.shares) < 10
+
+
+def test_a_burst_that_is_absorbed_ends_the_search() -> None:
+    """Thirty requests of three seconds each: from 10/s on they are a burst, which this service takes at any rate."""
+    search = RateSearch(1.0, 0.9, 0.05)
+    asked = []
+    while (rate := search.next_rate()) is not None:
+        asked.append(rate)
+        search.tell(rate, 1.0, came_in_s=30 / rate, whole_s=30 / rate + 3)
+    assert asked == [1, 2, 4, 8, 16]
+    assert (search.found(), search.passing, search.failing, search.too_few) == (8, 8, None, 16)
+
+
+def test_a_burst_that_fails_is_a_rate_that_fails() -> None:
+    search = RateSearch(8.0, 0.9, 0.05)
+    search.tell(8.0, 0.5, came_in_s=1.0, whole_s=9.0)
+    assert search.too_few is None and search.next_rate() == 4.0
