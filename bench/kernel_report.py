@@ -21,10 +21,6 @@ TARGETS = {
 """What the project aims at, as times over the floor."""
 
 
-class NoMatplotlib(RuntimeError):
-    """The message says what to install."""
-
-
 def table_of(found: Sequence[Measured], title: str) -> Table:
     table = Table(title=title)
     for name in ("kernel", "size"):
@@ -73,11 +69,9 @@ def write_json(
 
 
 def draw(path: Path, found: Sequence[Measured], title: str) -> None:
-    """Each kernel's floor as a share of its time: 1 is the roof. Raises NoMatplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise NoMatplotlib("no picture: pip install matplotlib, and run the same command again") from None
+    """Each kernel's floor as a share of its time: 1 is the roof."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -23,22 +23,39 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from bench.flag_types import count, model_folder, seconds
 from bench.kernel_case import Case, Measured, WrongResult, measure
 from bench.kernel_cases import Shapes, Sizes, kernel_cases
-from bench.kernel_report import NoMatplotlib, draw, table_of, write_json
+from bench.kernel_report import draw, table_of, write_json
 from bench.kernel_roofs import SQUARES, Roofs, measure_roofs
 from bench.kernel_steps import Steps, StepSizes, weight_bytes
 from bench.load.surroundings import surroundings
+from bench.pictures import why_no_picture
+from common.errors import ModelCannotBeLoaded
 from kernels.cache import torch_dtype
-from kernels.default_model import ensure_default_model, terminal_progress
-from kernels.model_config import ModelConfig
+from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
+from kernels.model_config import ModelConfig, UnsupportedModel
 
 TINY_SIZES = Sizes(rows=(1, 3), head_rows=(2,), decode=((2, 20),), chunk=((5, 18),))
 TINY_STEPS = StepSizes(batches=(1, 3), context=20, prompts=(24,))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 measured, 1 a kernel is wrong, 2 bad flags, 4 a model that cannot be had or is not supported."""
     asked = _parser().parse_args(arguments)
+    try:
+        return _measure_and_report(asked)
+    except WrongResult as wrong:
+        print(f"kernel_speed: {wrong}", file=sys.stderr)
+        return 1
+    except (UnsupportedModel, DefaultModelError) as error:
+        print(f"kernel_speed: {error}", file=sys.stderr)
+        return ModelCannotBeLoaded.exit_code
+
+
+def _measure_and_report(asked: argparse.Namespace) -> int:
+    if no_picture := why_no_picture():
+        print(f"kernel_speed: no picture will be drawn, it {no_picture}", file=sys.stderr)
     console = Console(width=None if sys.stdout.isatty() else 200)
     torch.set_num_threads(asked.threads)
     with _model(asked.model, asked.tiny) as folder:
@@ -49,16 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = surroundings()
         title = f"{folder.name}, {asked.dtype}, {asked.threads} thread(s), {where['processor']}"
         console.print(f"{title}\n{roofs.describe()}", highlight=False)
-        try:
-            found = list(_measured(_cases(folder, shapes, asked.tiny), roofs, asked.seconds))
-        except WrongResult as wrong:
-            print(f"kernel_speed: {wrong}", file=sys.stderr)
-            return 1
+        found = list(_measured(_cases(folder, shapes, asked.tiny), roofs, asked.seconds))
         roofs = roofs.or_better(measure_roofs(buffer_bytes, shapes.dtype, asked.seconds, squares))
     found = [one.under(roofs) for one in found]
     console.print(f"at the end: {roofs.describe()}", highlight=False)
     console.print(table_of(found, title), highlight=False)
-    out: Path = asked.out or Path("bench/results") / f"kernel-speed-{asked.dtype}"
+    out: Path = asked.out or Path("build/bench") / f"kernel-speed-{asked.dtype}"
     settings = {
         "model": folder.name,
         "dtype": asked.dtype,
@@ -66,22 +79,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": asked.seconds,
     }
     write_json(out.with_suffix(".json"), found, roofs, settings, where)
-    try:
+    if not no_picture:
         draw(out.with_suffix(".png"), found, f"{title}\n{roofs.describe()}".replace("; ", "\n"))
-    except NoMatplotlib as missing:
-        print(missing, file=sys.stderr)
     console.print(f"wrote {out.with_suffix('.json')} and what could be drawn beside it", highlight=False)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.kernel_speed", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a model's folder; without it the default model")
+    parser.add_argument("--model", type=model_folder, help="a model's folder; without it the default model")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, help="for each kernel, and for each reference (default 0.5)")
+    parser.add_argument("--threads", type=count, default=1)
     parser.add_argument(
-        "--out", type=Path, help="where .json and .png go (default bench/results/kernel-speed-DTYPE)"
+        "--seconds", type=seconds, help="for each kernel, and for each reference (default 0.5)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where .json and .png go (default build/bench/kernel-speed-DTYPE)"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="a random model of two layers: seconds, for tests"

@@ -22,11 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.flag_types import count, count_or_none, new_file
 from bench.load.surroundings import surroundings
 from bench.overhead_coordinator import RequestCost, request_cost
 from bench.overhead_front import FrontCost, front_costs
 from bench.overhead_transfer import BlockCost, block_cost
 from bench.overhead_workers import DecodeCost, PrefillCost, decode_cost, prefill_cost
+from bench.pictures import why_no_picture
+from common.errors import StartupError
 from coordinator.model_folder import resolve_model
 
 FORMAT = "kvferry-overhead-1"
@@ -101,14 +104,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", help="folder or hub id whose tokenizer the front uses (default: the default model)"
     )
     parser.add_argument("--without-front", action="store_true", help="start no coordinator process")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot them here (needs matplotlib)")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="plot them here (needs matplotlib)")
     for field in fields(Sizes):
         flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, nargs="+", default=field.default, metavar="N")
+        of = count_or_none if 0 in field.default else count  # type: ignore[operator]
+        parser.add_argument(flag, type=of, nargs="+", default=field.default, metavar="N")
     asked = parser.parse_args(argv)
+    if asked.png is not None and (why := why_no_picture()):
+        parser.error(f"argument --png: {why}")
     sizes = Sizes(**{field.name: getattr(asked, field.name) for field in fields(Sizes)})
-    model = None if asked.without_front else Path(resolve_model(asked.model))
+    try:
+        model = None if asked.without_front else Path(resolve_model(asked.model))
+    except StartupError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
     rows = []
     for what, cost in measure(sizes, model):
         rows.append(row_of(what, cost))

@@ -26,7 +26,9 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.flag_types import count, new_file
 from bench.load.surroundings import surroundings
+from bench.pictures import why_no_picture
 from bench.transfer_ends import Pool
 from coordinator.admin_client import wide_console
 from transfer.cluster_key import new_key
@@ -232,15 +234,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.transfer_speed", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--block-bytes", type=int, default=368_640, help="the default model's, in bf16")
-    parser.add_argument("--blocks", type=int, default=512, help="that go over in a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--block-bytes", type=count, default=368_640, help="the default model's, in bf16")
+    parser.add_argument("--blocks", type=count, default=512, help="that go over in a round")
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument(
         "--ways", nargs="+", choices=[way.name for way in WAYS], metavar="WAY", help="only these"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="plot them here (needs matplotlib)")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="plot them here (needs matplotlib)")
     asked = parser.parse_args(argv)
+    if asked.png is not None and (why := why_no_picture()):
+        parser.error(f"argument --png: {why}")
     ways = [way for way in WAYS if asked.ways is None or way.name in asked.ways]
     rows = rows_of(measure(ways, asked.blocks, asked.block_bytes, asked.rounds), asked.block_bytes)
     wide_console().print(table_of(rows, asked.block_bytes))

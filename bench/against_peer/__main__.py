@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bench.against_peer import figures, plan
+from bench.against_peer import figures, plan, plots
 from bench.against_peer.clients import LoadFault
 from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.servers import ServerFault
+from bench.flag_types import count
 from bench.load.surroundings import surroundings
+from bench.pictures import why_no_picture
 
 CURVE_RATES = (2.5, 3.5)
 QUIET = 1.0  # load average
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     openvino = tuple(flags.openvino_budgets.split(","))
     minutes = plan.estimate_all_s(parts, sizes, CURVE_RATES, vllm, openvino) / 60
     print(f"{', '.join(parts)}: about {minutes:.0f} minutes, results in {flags.out}", flush=True)
+    if why := why_no_picture():
+        print(f"no picture will be drawn, it {why}; after that the same command draws what was measured")
     if flags.estimate:
         return 0
     if (busy := os.getloadavg()[0]) > QUIET:
@@ -79,13 +83,7 @@ def _report(folder: Folder, out: Path) -> int:
         "cells": [asdict(cell) for cell in cells],
     }
     (out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
-    from bench.against_peer.plots import NoMatplotlib, draw
-
-    try:
-        drawn = draw(cells, CURVE_RATES, out)
-    except NoMatplotlib as error:
-        print(f"no plot: {error}", file=sys.stderr)
-        return 0
+    drawn = [] if why_no_picture() else plots.draw(cells, CURVE_RATES, out)
     print("\n" + ", ".join(map(str, [out / "figures.json", *drawn])))
     return 0
 
@@ -116,12 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer requests, and later alternations of winners only"
     )
-    parser.add_argument("--alternations", type=int, help="default 3")
-    parser.add_argument("--saturated-requests", type=int, help="of a saturated run")
-    parser.add_argument("--curve-requests", type=int, help="of a point of the trade-off curve")
+    parser.add_argument("--alternations", type=count, help="default 3")
+    parser.add_argument("--saturated-requests", type=count, help="of a saturated run")
+    parser.add_argument("--curve-requests", type=count, help="of a point of the trade-off curve")
     parser.add_argument(
         "--goodput-requests",
-        type=int,
+        type=count,
         help="of a goodput point, in one alternation; all together should be 300 or more",
     )
     parser.add_argument("--estimate", action="store_true", help="only says how long it will take")

@@ -15,16 +15,10 @@ from bench.load.statistics import wilson
 OURS, THEIRS = "#d6336c", "#1c7ed6"
 
 
-class NoMatplotlib(Exception):
-    """It is not installed; the message says how to."""
-
-
 def draw(cells: Sequence[Cell], curve_rates: Sequence[float], folder: Path) -> list[Path]:
-    """Files drawn, for the parts that were measured. Raises NoMatplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise NoMatplotlib("pip install matplotlib, and run the same command again") from None
+    """Files drawn, for the parts that were measured."""
+    import matplotlib
+
     matplotlib.use("Agg")
     drawn = []
     measured = [rate for rate in curve_rates if any(cell.load == load_name("curve", rate) for cell in cells)]

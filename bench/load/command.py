@@ -29,6 +29,7 @@ from bench.load.server_facts import ServerSide, Unreachable
 from bench.load.settings import BenchSettings, parse_bench
 from bench.load.summary import Summary, summarize, summary_of_stalls
 from bench.load.surroundings import surroundings
+from bench.pictures import why_no_picture
 from common.errors import BadConfiguration
 from coordinator.admin_client import wide_console
 
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _require_places(settings: BenchSettings) -> None:
     """What would fail after a run of minutes is to be said before it. Raises BadConfiguration."""
-    if settings.plot is not None:
-        plots.require_matplotlib()
+    if settings.plot is not None and (why := why_no_picture()):
+        raise BadConfiguration(f"--plot: {why}")
     for flag, path in (("--save-result", settings.save_result), ("--plot", settings.plot)):
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise BadConfiguration(f"{flag} {path}: cannot be written there")

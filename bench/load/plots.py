@@ -1,11 +1,10 @@
 """Pictures of saved results: distributions and throughput of runs, curves of sweeps.
 
-matplotlib is imported here alone, and only for a picture: `kvferry[bench]` brings it.
+matplotlib is imported only for a picture: `kvferry[bench]` brings it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any]
 MOST_BINS = 120
 INCHES = (13.0, 4.2)
-
-
-def require_matplotlib() -> None:
-    """Before a run, not after it. Raises BadConfiguration."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BadConfiguration("--plot: needs matplotlib: pip install 'kvferry[bench]'")
 
 
 def plot_runs(path: Path, results: Mapping[str, Result]) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from bench.load import command, plots
+from bench.load import command
 from bench.load.bodies import BodyShape
 from bench.load.prompts import PromptMaker
 from bench.load.records import Planned
-from common.errors import BadConfiguration
 from common.paths import project_root
 from tests.bench.load.scripted_server import EVENTS, Step, event, scripted, spoken, status
 
@@ -311,12 +310,6 @@ def test_a_bad_flag_is_named(argv: list[str], flag: str, capsys: pytest.CaptureF
     assert command.main(argv) == 2
     said = capsys.readouterr().err
     assert flag in said and len(said.strip().splitlines()) == 1
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadConfiguration, match=r"kvferry\[bench\]"):
-        plots.require_matplotlib()
 
 
 def test_a_client_that_was_kept_from_the_processor_says_so(
