@@ -1,6 +1,7 @@
 """`kvferry bench`, `python -m bench`: settings in, tables, JSON and PNG out.
 
-Exit codes: 0 measured, 2 bad flags, 1 where nothing could be measured or Ctrl-C ended it early.
+Exit codes: 0 measured, 2 bad flags, 1 where nothing could be measured or Ctrl-C ended it early. Requests that fail are
+a measurement too, of a service under too much load, so the code stays 0 and the last line says how many did.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _load(settings: BenchSettings) -> int:
     seed = settings.seed if settings.seed is not None else secrets.randbits(SEED_BITS)
     load = load_of(settings)
     bench = bench_of(settings)
-    load = within_context(load, bench.facts.max_model_len)
     with closing(bench.server):
+        load = within_context(load, bench.facts.max_model_len)
         learned = uvloop.run(learn(bench, settings.prompt_as, seed))
         if settings.sweep_rate or settings.find_rate is not None:
             return _several_runs(settings, bench, load, learned, seed)
@@ -99,6 +100,7 @@ def _one_run(settings: BenchSettings, bench: Bench, load: Load, learned: Learned
     _save(settings, {**_about(settings, bench, head, seed), **_figures(found), "requests": rows})
     if settings.plot is not None:
         plots.plot_runs(settings.plot, {bench.facts.kind: {"requests": rows}})
+    _say_failures([plain(summary)])
     if run.interrupted:
         return _fail("ended by Ctrl-C: the figures are those of what was done by then", 1)
     return 0 if summary.completed else _fail("no request was answered", 1)
@@ -168,7 +170,13 @@ def _several_runs(settings: BenchSettings, bench: Bench, load: Load, learned: Le
     _save(settings, result)
     if settings.plot is not None and points:
         plots.plot_curves(settings.plot, {bench.facts.kind: result})
+    _say_failures([point["summary"] for point in points])
     return _fail("ended by Ctrl-C: the curve is of what was done by then", 1) if interrupted else 0
+
+
+def _say_failures(summaries: Sequence[dict[str, Any]]) -> None:
+    if said := several.failures_line(summaries):
+        wide_console().print(said, markup=False, highlight=False)
 
 
 def _rates_in_words(settings: BenchSettings, points: Sequence[dict[str, Any]]) -> str:

@@ -66,14 +66,28 @@ def load_of(settings: BenchSettings) -> Load:
 
 
 def within_context(load: Load, max_model_len: int | None) -> Load:
-    """Without rows of its trace that the model cannot hold, where the service says how much it can."""
-    if load.trace is None or max_model_len is None:
+    """Without rows of its trace that the model cannot hold, where the service says how much it can. Raises
+    BadConfiguration where a drawn request would not fit, or no row does."""
+    if max_model_len is None:
+        return load
+    if load.trace is None:
+        _require_fit(load, max_model_len)
         return load
     try:
         trace = fitting(load.trace, max_model_len)
     except BadTrace as error:
         raise BadConfiguration(f"--trace: {error}") from None
     return replace(load, trace=trace, num_requests=min(load.num_requests or len(trace.rows), len(trace.rows)))
+
+
+def _require_fit(load: Load, max_model_len: int) -> None:
+    longest = load.prefix_len + load.input_len.high + load.output_len.high
+    if longest > max_model_len:
+        prefix = f"--prefix-len {load.prefix_len}, " if load.prefix_len else ""
+        raise BadConfiguration(
+            f"{prefix}--input-len {load.input_len}, --output-len {load.output_len}: up to {longest} tokens, and the "
+            f"service's model holds {max_model_len} (its max_model_len)"
+        )
 
 
 def head_of(settings: BenchSettings, bench: Bench, load: Load, learned: Learned, seed: int) -> dict[str, str]:

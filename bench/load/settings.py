@@ -22,7 +22,9 @@ DESCRIPTION = """Loads any OpenAI-compatible service and measures it at the clie
 is sent (opening a connection included) to the first byte of the first chunk with text; ITL from one chunk with text to
 the next; TPOT from first to last text over the tokens after the first, as the server counts them; end to end to
 [DONE]. Prompts are fresh in every run unless --seed is given, so that a prefix cache has not seen them. All randomness
-comes from the seed, which is printed and saved. Ctrl-C prints what there is."""
+comes from the seed, which is printed and saved. Ctrl-C prints what there is. Exit codes: 0 measured, even where
+requests failed (the last line says how many did); 1 where none was answered, the service cannot be reached or Ctrl-C
+ended it; 2 for flags that do not go."""
 
 
 def _numbers(value: object) -> object:
@@ -90,8 +92,8 @@ class BenchSettings(Strict):
     )
     trace: Path | None = flag(
         None,
-        "times and lengths from a trace: Azure 2023 (csv) or Mooncake (a JSON object a line; its hash_ids become "
-        "prefixes that requests share). Not part of kvferry",
+        "times and lengths from a trace: Azure 2023 (csv) or Mooncake (a JSON object a line, or csv with "
+        "hash_id_ranges; hash_ids become prefixes that requests share). Not part of kvferry",
         "arrivals",
         metavar="FILE",
     )

@@ -89,6 +89,15 @@ def _rate_found(wanted: float, targets: str, search: RateSearch) -> str:
     )
 
 
+def failures_line(summaries: Sequence[Result]) -> str:
+    """ "" where none failed."""
+    counts = [summary["by_outcome"] for summary in summaries]
+    failed, rejected = (sum(of[name] for of in counts) for name in ("failed", "rejected"))
+    if not failed + rejected:
+        return ""
+    return f"of {sum(sum(of.values()) for of in counts)} requests {failed} failed and {rejected} were refused"
+
+
 # ------------------------------------------------------------ side by side
 
 

@@ -63,7 +63,8 @@ def read_trace(lines: Iterable[str]) -> Trace:
         rows = (_mooncake_row(line) for line in _with_first((number, first), numbered))
         return _trace("Mooncake", rows, MOONCAKE_BLOCK_TOKENS)
     raise BadTrace(
-        "neither Azure 2023 (TIMESTAMP,ContextTokens,GeneratedTokens) nor Mooncake (a JSON object a line)"
+        f"neither Azure 2023 (csv, {','.join(AZURE_HEAD)}) nor Mooncake (a JSON object a line, or csv, "
+        f"{','.join(RANGES_HEAD)})"
     )
 
 

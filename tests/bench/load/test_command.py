@@ -180,7 +180,10 @@ def test_a_server_that_dies_leaves_a_report(tmp_path: Path, capsys: pytest.Captu
         assert (
             bench(server.url, "--request-rate", "inf", "--max-concurrency", "2", "--num-prompts", "20") == 0
         )
-    assert "connection_lost" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "connection_lost" in said
+    ok = len([body for body in server.bodies[:7] if body["max_tokens"] == 4]) - 1  # the warm-up
+    assert said.splitlines()[-1] == f"of 20 requests {20 - ok} failed and 0 were refused"
     assert bench(server.url, "--num-prompts", "2") == 1
     assert "refused" in capsys.readouterr().err
 
@@ -268,6 +271,17 @@ def test_a_search_among_too_few_requests_says_so(tmp_path: Path, capsys: pytest.
     assert len(found["points"]) <= 5
     assert found["rate"]["too_few"] == found["points"][-1]["rate"]
     assert "Raise --num-prompts" in capsys.readouterr().out
+
+
+def test_what_the_model_cannot_hold_is_said_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """4096 tokens; the answer has 4 unless said."""
+    with scripted(spoken) as server:
+        for argv in (["--input-len", "9:4093"], ["--prefix-len", "4081"], ["--output-len", "4085"]):
+            assert bench(server.url, *argv) == 2
+            said = capsys.readouterr().err
+            assert argv[0] in said and "4097 tokens" in said and "4096 (its max_model_len)" in said
+        assert server.bodies == []
+        assert bench(server.url, "--output-len", "4084", "--num-prompts", "1", "--num-warmups", "0") == 0
 
 
 def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
