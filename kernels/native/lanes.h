@@ -1,7 +1,8 @@
 /* Sixteen fp32 lanes, written once per instruction set. Included once per variant; ISA is 512, 256 or 0.
  *
  * Every operation works lane by lane and is rounded once, so the 512 and 256 variants give equal bits. The plain
- * variant multiplies and adds in two roundings: other bits, which is why it has another name. */
+ * variant multiplies and adds in two roundings: other bits, which is why it has another name.
+ * `max` and `min` are the processor's: where either operand is NaN, the result is the second. */
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -194,9 +195,9 @@ INLINE float NAME(max_lanes)(vf x) {
     return best;
 }
 
-/* exp within 2 ulp on [-87, 88], clamped outside; Cephes' expf polynomial. */
+/* exp within 2 ulp on [-87, 88], clamped outside, NaN of NaN; Cephes' expf polynomial. */
 INLINE vf NAME(exp)(vf x) {
-    x = NAME(min)(NAME(max)(x, NAME(set1)(-87.0f)), NAME(set1)(88.0f));
+    x = NAME(min)(NAME(set1)(88.0f), NAME(max)(NAME(set1)(-87.0f), x)); /* x is second: NaN comes out as NaN */
     vf n = NAME(nearest)(NAME(mul)(x, NAME(set1)(1.44269504f)));
     vf r = NAME(fma)(n, NAME(set1)(-0.693359375f), x);
     r = NAME(fma)(n, NAME(set1)(2.12194440e-4f), r);
