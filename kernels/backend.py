@@ -4,6 +4,7 @@ Bits differ between backends (C fuses multiply and add), so the name goes into t
 exchange blocks only when they use the same.
 """
 
+import logging
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from kernels.native_backend import NativeBackend, load_native
 from kernels.norm import rms_norm
 from kernels.rope import RopeTable, rotate
 from kernels.step import StepLayout
+
+log = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -102,8 +105,17 @@ class TorchBackend:
 def choose_backend(
     device: torch.device, head_dim: int, block_size: int, threads: int, dtype: torch.dtype
 ) -> Backend:
-    """The fastest backend that was built and fits; the same for every worker of one model on a machine."""
+    """The fastest backend that was built and fits; the same for every worker of one model on a machine. A CPU that
+    gets the slow one is told why."""
+    if device.type != "cpu":
+        return TorchBackend()
     native = load_native()
-    if device.type == "cpu" and native is not None and NativeBackend.fits(head_dim, block_size):
+    if native is not None and NativeBackend.fits(head_dim, block_size):
         return NativeBackend(native, threads, takes_tiles=NativeBackend.fits_tiles(head_dim, dtype))
+    why = "the C extension was not built"
+    if native is not None:
+        why = (
+            f"head_dim {head_dim} and block size {block_size} must both be multiples of {NativeBackend.LANES}"
+        )
+    log.warning("attention runs in torch, 20 to 60 times slower than in C: %s", why)
     return TorchBackend()

@@ -10,7 +10,6 @@ from kernels.rope import RopeTable
 from kernels.step import StepLayout
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LANES = 16
 VARIANTS = ("amx", "avx512", "avx2", "plain")
 """Fastest first."""
 
@@ -30,6 +29,8 @@ class NativeBackend:
     and attention weights to bf16, so each has its own name; amx differs from avx512 in attention over bf16 only.
     """
 
+    LANES = 16
+
     def __init__(
         self, native: ModuleType, threads: int, variant: str | None = None, takes_tiles: bool = True
     ) -> None:
@@ -47,7 +48,7 @@ class NativeBackend:
 
     @staticmethod
     def fits(head_dim: int, block_size: int) -> bool:
-        return head_dim % _LANES == 0 and block_size % _LANES == 0
+        return head_dim % NativeBackend.LANES == 0 and block_size % NativeBackend.LANES == 0
 
     @staticmethod
     def fits_tiles(head_dim: int, dtype: torch.dtype) -> bool:
