@@ -26,6 +26,7 @@ class Presence:
         self.there = False
         self._gone = gone
         self._refusals = 0
+        self._over = False  # it is going to be said
         self._limit = self._new_limit()
 
     def end(self) -> None:
@@ -33,6 +34,8 @@ class Presence:
         self._limit.cancel()
 
     def hear(self, event: int) -> None:
+        if self._over:
+            return  # hands that are shaken now do not take it back
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.there, self._refusals = True, 0
             self._limit.cancel()
@@ -49,6 +52,7 @@ class Presence:
         """Nobody listens; or a socket beside this one was turned away for good, and this one alone is of no use. Soon
         and not now: most often it ends this very watch."""
         self._limit.cancel()
+        self._over = True
         self._limit = asyncio.get_running_loop().call_later(0, self._gone)
 
     def _new_limit(self) -> asyncio.TimerHandle:
