@@ -11,6 +11,7 @@ from bench import overhead
 from bench.overhead import Sizes, main, measure
 from bench.overhead_coordinator import RequestCost, request_cost
 from bench.overhead_front import front_costs
+from bench.overhead_workers import decode_cost
 
 
 def test_every_part_is_measured_and_written_down(
@@ -31,6 +32,11 @@ def test_every_part_is_measured_and_written_down(
         assert figures and all(value > 0 for value in figures.values()), row
     assert result["surroundings"]["cores"] > 0
     assert "per step" in capsys.readouterr().out
+
+
+def test_a_step_whose_tokens_are_too_many_for_one_message_is_measured_too() -> None:
+    cost = decode_cost(2000, rounds=1)
+    assert cost.running == 2000 and cost.encode_us > 0
 
 
 def test_the_front_is_a_real_coordinator(smollm2_dir: Path) -> None:
