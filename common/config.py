@@ -36,7 +36,7 @@ LAST_PAIR_OF_PORTS = 65534
 
 NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
-TIER_KEYS_WITHOUT_EFFECT = {"ttft_ms", "itl_ms", "weight", "max_queue"}
+TIER_KEYS_WITHOUT_EFFECT = {"weight", "max_queue"}
 
 
 class Tier(Strict):

@@ -44,6 +44,9 @@ class TokenStream(Protocol):
         failed for good, which ends them all; never waits without a limit. Not to be called when every choice has
         had a delta with `finish` or was stopped."""
 
+    async def wait(self, limit_s: float) -> None:
+        """Until `next` would not wait, at most so long."""
+
     def stop(self, choice: int) -> None:
         """A stop string was found: this answer is complete, what comes later is thrown away. Idempotent."""
 

@@ -36,6 +36,7 @@ from coordinator.door.limits import Limits
 from coordinator.door.response_writer import ResponseWriter
 from coordinator.echo import Echo, Shown
 from coordinator.errors_http import code_of, internal_error
+from coordinator.first_token import FirstTokenPacing
 from coordinator.gateway import Gateway, TokenStream
 from coordinator.metrics import Metrics, RequestMeter
 from coordinator.openai.schema import read_chat, read_text
@@ -91,6 +92,7 @@ class Kitchen:
     builder: RequestBuilder
     metrics: Metrics
     limits: Limits
+    pacing: FirstTokenPacing
 
 
 class Generation:
@@ -219,7 +221,10 @@ class Generation:
         if delta.ids:
             self._phase = Phase.DECODING
             accepted = answer.completion_tokens - before
-            self._meter.tokens_accepted(accepted, self._prompt_tokens, time.monotonic(), delta.choice)
+            now_s = time.monotonic()
+            gap_s = self._meter.tokens_accepted(accepted, self._prompt_tokens, now_s, delta.choice)
+            if gap_s is not None:
+                self._kitchen.pacing.observed(gap_s)
         if answer.finish is not None and delta.finish is None:
             stream.stop(delta.choice)
         if self._echo is not None:
@@ -250,11 +255,21 @@ class Generation:
                     data += shape.usage(self._usage(job))
                 await out.events(data + DONE, more=False)
             elif data:
+                if shown and meter.first_token_s is None:
+                    await self._hold(job, stream)
                 await out.events(data)
                 data = b""
             if shown and answers[choice].completion_tokens:
                 meter.token_out(time.monotonic(), choice)
         self._finished()
+
+    async def _hold(self, job: Job, stream: TokenStream) -> None:
+        """The first token, for the sake of the gap after it."""
+        tier, began_s = job.request.tier, time.monotonic()
+        hold_s = self._kitchen.pacing.hold_s(tier, began_s - self._arrival.started_s)
+        if hold_s > 0:
+            await stream.wait(hold_s)
+            self._kitchen.metrics.held.labels(tier).inc(time.monotonic() - began_s)
 
     async def _whole(self, job: Job, stream: TokenStream, out: ResponseWriter) -> None:
         assert self._meter is not None

@@ -35,6 +35,7 @@ from coordinator.errors_http import (
     model_not_found,
     shown,
 )
+from coordinator.first_token import FirstTokenPacing
 from coordinator.gateway import Gateway
 from coordinator.generation import CHAT, TEXT, Generation, Kitchen
 from coordinator.metrics import Metrics
@@ -58,6 +59,7 @@ def create_app(
     *,
     served_models: Sequence[str],
     tiers: Mapping[str, int] | None = None,
+    pacing: FirstTokenPacing | None = None,
     seed: int | None = None,
     api_keys: Sequence[str] = (),
     front: FrontId = DEFAULT_FRONT,
@@ -77,7 +79,7 @@ def create_app(
         gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured, family
     )
     limits = limits or Limits()
-    kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits)
+    kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits, pacing or FirstTokenPacing({}))
     app = _App(kitchen)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(KvferryError, _kvferry_error)

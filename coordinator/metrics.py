@@ -93,6 +93,11 @@ class Metrics:
             "hand-over to a decode worker. It exceeds the inter-token latency by what transfers take.",
             ITL_BUCKETS,
         )
+        self.held = self._counter(
+            "first_token_held_seconds_total",
+            "Seconds that first tokens were held back, so that the gap to the second keeps the tier's ITL target.",
+            "tier",
+        )
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Time in the coordinator's queue.", QUEUE_BUCKETS
         )
@@ -131,6 +136,7 @@ class Metrics:
             for metric in (self.ttft, self.tpot, self.e2e, self.handover_gap, self.queue_time):
                 metric.labels(tier)
             self.prompt_tokens.labels(tier)
+            self.held.labels(tier)
             self.tokens.of(tier)
         for reason in FINISHED_REASONS:
             self.success.labels(reason)
@@ -179,14 +185,16 @@ class RequestMeter:
         self.num_tokens = 0
         self._prompt_counted = False
 
-    def tokens_accepted(self, count: int, prompt_tokens: int, now_s: float, choice: int = 0) -> None:
+    def tokens_accepted(self, count: int, prompt_tokens: int, now_s: float, choice: int = 0) -> float | None:
         """New output tokens arrived, with text to show or not. `prompt_tokens` are the request's, counted with its
-        first token, which counts as none itself where only the prompt is shown."""
+        first token, which counts as none itself where only the prompt is shown. Returns the hand-over gap where the
+        choice's second token is among them."""
         if not self._prompt_counted:
             self._prompt_counted = True
             self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         if count <= 0:
-            return
+            return None
+        gap_s = None
         self.num_tokens += count
         before = self._tokens_by_choice.get(choice, 0)
         if before == 0:
@@ -196,6 +204,7 @@ class RequestMeter:
             self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
         self._tokens_by_choice[choice] = before + count
         self._tokens.accepted += count
+        return gap_s
 
     def token_out(self, now_s: float, choice: int = 0) -> None:
         """A token's text was written, or arrived where the answer is sent whole."""

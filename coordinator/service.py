@@ -14,7 +14,7 @@ from dataclasses import replace
 import uvicorn
 import uvloop
 
-from common.config import CoordinatorSettings
+from common.config import CoordinatorSettings, Tier
 from common.endpoints import Endpoint, parse_endpoint
 from common.logs import set_up_logging
 from common.long_lived import keep_out_of_collections
@@ -25,6 +25,7 @@ from coordinator.door.cors import Cors
 from coordinator.door.http_server import listen, make_server, within_open_files
 from coordinator.door.limits import Limits
 from coordinator.door.tls import server_context
+from coordinator.first_token import FirstTokenPacing, Targets
 from coordinator.http_api import create_app
 from coordinator.metrics import Metrics
 from coordinator.model_folder import local_folder
@@ -99,6 +100,7 @@ async def _serve(
         metrics,
         served_models=(settings.model_name,),
         tiers={name: tier.priority for name, tier in settings.all_tiers.items()},
+        pacing=FirstTokenPacing({name: _targets(tier) for name, tier in settings.all_tiers.items()}),
         seed=settings.seed,
         api_keys=settings.api_keys,
         front=FRONT,
@@ -125,6 +127,11 @@ def _limits(settings: CoordinatorSettings) -> Limits:
         body_timeout_s=settings.body_timeout,
         write_timeout_s=settings.write_timeout,
     )
+
+
+def _targets(tier: Tier) -> Targets:
+    seconds = [None if target is None else target / 1e3 for target in (tier.ttft_ms, tier.itl_ms)]
+    return Targets(*seconds)
 
 
 def _cors(settings: CoordinatorSettings) -> Cors:

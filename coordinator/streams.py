@@ -57,6 +57,13 @@ class MailboxStream:
         self._bytes -= _size(delta)
         return delta
 
+    async def wait(self, limit_s: float) -> None:
+        if not self._deltas and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._reader_asks = True
+            await asyncio.wait((self._waiter,), timeout=limit_s)
+            self._reader_asks = False
+
     def stop(self, choice: int) -> None:
         self._deltas = deque(delta for delta in self._deltas if delta.choice != choice)
         self._bytes = sum(map(_size, self._deltas))
@@ -128,6 +135,9 @@ class NothingToSay:
 
     async def next(self) -> TokenDelta:
         return TokenDelta((), None, "length", 0, self._left.popleft())
+
+    async def wait(self, limit_s: float) -> None:
+        """All is there."""
 
     def stop(self, choice: int) -> None:
         """Each has ended with its delta."""

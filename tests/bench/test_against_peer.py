@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from hypothesis import given, strategies as st
 
 from bench.against_peer import figures, plan, search
 from bench.against_peer.__main__ import main
-from bench.against_peer.clients import LoadFault, parse_witness
+from bench.against_peer.clients import TARGETS, LoadFault, parse_witness
 from bench.against_peer.figures import Cell, cell_of, compare
 from bench.against_peer.gguf_f16 import convert
 from bench.against_peer.plan import QUICK, Session, Side, Sizes, sessions_of
 from bench.against_peer.plots import draw
 from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.search import Point, crossing, next_rate, pooled
-from bench.against_peer.servers import ServerFault, Target, free_port, running
+from bench.against_peer.servers import TOLD, ServerFault, Target, free_port, running
 from bench.load.goodput import parse_targets
 from bench.load.records import Record
 from bench.load.result_file import as_json
@@ -282,6 +283,12 @@ def test_a_session_measures_what_is_missing_and_searches_on(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- servers
+
+
+def test_kvferry_is_told_the_targets_that_it_is_judged_by() -> None:
+    (tier,) = tomllib.loads(TOLD.read_text())["tiers"].values()
+    assert [f"{name}:{tier[f'{name}_ms']}" for name in ("ttft", "itl")] == list(TARGETS)
+
 
 SERVER = """
 import http.server, subprocess, sys

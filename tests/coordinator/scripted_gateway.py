@@ -74,6 +74,7 @@ class ScriptedStream:
         self._gateway = gateway
         both = zip(requests, scripts, strict=True)
         self._live = {index: _Choice(request, script) for index, (request, script) in enumerate(both)}
+        self._slept_s = 0.0
 
     async def next(self) -> TokenDelta:
         assert self._live, "asked for more after the end"
@@ -84,7 +85,8 @@ class ScriptedStream:
             self._live[index] = choice
             return TokenDelta((), None, None, 0, index, scores)
         if pause_s := (script.gap_s if choice.deltas else script.first_s):
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(max(0.0, pause_s - self._slept_s))
+            self._slept_s = 0.0
         if script.error is not None and choice.deltas == script.error_after:
             self._live.clear()
             raise script.error
@@ -99,6 +101,12 @@ class ScriptedStream:
         wanted = choice.request.sampling.logprobs
         logprobs = None if wanted is None else tuple(_logprobs(id, wanted) for id in ids)
         return TokenDelta(ids, logprobs, script.finish if last else None, script.cached_tokens, index)
+
+    async def wait(self, limit_s: float) -> None:
+        """What is slept here the next delta needs no more."""
+        pause_s = max((choice.script.gap_s for choice in self._live.values()), default=0.0)
+        self._slept_s = min(limit_s, pause_s)
+        await asyncio.sleep(self._slept_s)
 
     def stop(self, choice: int) -> None:
         stopped = self._live.pop(choice, None)

@@ -1,0 +1,51 @@
+"""How long a stream's first token is held back, so that the gap to its second keeps the tier's ITL target. Pure.
+
+A prefill worker says the first token as soon as it is sampled. The second comes when the last blocks have moved, the
+decode worker's step under way has ended, and one more has run: up to two steps and a transfer, where every later gap
+is one step. A tier with `itl_ms` promises that gap too, so its streams give away a little of their `ttft_ms`: the first
+token waits by as much as recent gaps went over the target, no longer than until the second is there, and never
+beyond the TTFT target. Without `itl_ms` nothing is ever held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RECENT = 64
+ENOUGH = 8  # gaps that must be known before one is called usual
+SHARE = 0.97  # of recent gaps that are to keep the target
+CAUTION = 0.9  # of a target is aimed at
+LEAST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Of one tier, in seconds; None: no promise."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+class FirstTokenPacing:
+    """One for all streams of a front: hand-overs of all tiers go over the same workers."""
+
+    def __init__(self, tiers: Mapping[str, Targets]) -> None:
+        self._tiers = dict(tiers)
+        self._gaps_s: deque[float] = deque(maxlen=RECENT)
+
+    def observed(self, gap_s: float) -> None:
+        """From a first token to the second, as they came to the front, whatever was held."""
+        self._gaps_s.append(gap_s)
+
+    def hold_s(self, tier: str, waited_s: float) -> float:
+        """For a first token that came `waited_s` after its request."""
+        targets = self._tiers.get(tier)
+        if targets is None or targets.itl_s is None or len(self._gaps_s) < ENOUGH:
+            return 0.0
+        usual_s = sorted(self._gaps_s)[int(SHARE * (len(self._gaps_s) - 1))]
+        hold_s = min(usual_s - CAUTION * targets.itl_s, targets.itl_s)
+        if targets.ttft_s is not None:
+            hold_s = min(hold_s, CAUTION * targets.ttft_s - waited_s)
+        return hold_s if hold_s >= LEAST_S else 0.0
