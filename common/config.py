@@ -22,6 +22,7 @@ from pydantic import AfterValidator, Field, model_validator
 from common.endpoints import Endpoint, checked, is_loopback, parse_address, parse_endpoint
 from common.errors import BadConfiguration
 from common.flags import flag, parse, visible_fields
+from common.gpu_settings import GpuSettings
 from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
 
 WorkerRole = Literal["prefill", "decode"]
@@ -81,7 +82,7 @@ class ProcessSettings(Strict):
     parent_fd: int | None = flag(None, "read end of the launcher's pipe", "process", hidden=True, ge=0)
 
 
-class EngineSettings(ProcessSettings):
+class EngineSettings(GpuSettings, ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(
         "auto", "of weights and cache; auto: as stored", "model"
     )
@@ -114,8 +115,13 @@ class EngineSettings(ProcessSettings):
     num_kv_blocks: int | None = flag(
         None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
     )
-    kv_cache_memory: Bytes = flag(
-        512 << 20, "bytes of KV cache per worker, such as 2GiB", "cache", metavar="BYTES", ge=1
+    kv_cache_memory: Bytes | None = flag(
+        None,
+        "bytes of KV cache per worker, such as 2GiB; absent: 512MiB on a CPU, on a GPU what --gpu-memory-utilization "
+        "leaves",
+        "cache",
+        metavar="BYTES",
+        ge=1,
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
     prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shlex
 import signal
@@ -101,9 +102,17 @@ def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
 
 
 def _worker_spec(settings: ServeSettings, name: str, threads: int) -> ChildSpec:
-    argv = to_argv(settings, visible_fields(EngineSettings) - {"threads"})
+    shared = settings.model_copy(update={"gpu_memory_utilization": share_of_gpu(settings)})
+    argv = to_argv(shared, visible_fields(EngineSettings) - {"threads"})
     argv += [f"--coordinator={settings.control}", f"--worker-id={name}", f"--threads={threads}"]
     return ChildSpec(name, _command(f"{name.split('-')[0]}_node", argv))
+
+
+def share_of_gpu(settings: ServeSettings) -> float:
+    """Of one worker: all that `serve` starts see the same devices and take the first, and each cuts its share from the
+    whole. Rounded down, so that the shares never add up to more than was granted."""
+    each = settings.gpu_memory_utilization / (settings.prefill + settings.decode)
+    return max(math.floor(each * 10_000) / 10_000, 0.0001)
 
 
 def _command(module: str, argv: Iterable[str]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kernels.cache import AskedTooMuch, PoolMemory
 from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
-from kernels.runner import ModelRunner, load_runner
+from kernels.pool_size import CPU_KV_CACHE_BYTES, OnGpu
+from kernels.runner import ModelRunner, load_runner, resolve_device
 from kernels.weights import find_model
 
 log = logging.getLogger(__name__)
@@ -24,13 +25,17 @@ def load_for_worker(
     device: str,
     block_size: int,
     num_blocks: int | None,
-    kv_cache_bytes: int,
+    kv_cache_bytes: int | None,
     max_num_seqs: int,
     max_model_len: int | None,
     threads: int,
     pool_memory: PoolMemory | None = None,
+    gpu_memory_share: float = 0.9,
+    step_tokens: int = 2048,
+    eager: bool = False,
 ) -> tuple[Path, ModelRunner]:
-    """The model's folder and its runner; None is the default model, fetched on first use.
+    """The model's folder and its runner; None is the default model, fetched on first use. Without a size the cache is
+    what suits the device; the last three are a GPU's (`OnGpu`).
 
     Progress goes to the log, a quarter at a time. Raises ModelUnusable, and AskedTooMuch where a flag is at fault.
     """
@@ -43,18 +48,25 @@ def load_for_worker(
             device=device,
             block_size=block_size,
             num_blocks=num_blocks,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=_cache_bytes(device, num_blocks, kv_cache_bytes),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             threads=threads,
             progress=_log_quarters,
             pool_memory=pool_memory,
+            gpu=OnGpu(gpu_memory_share, step_tokens, eager),
         )
     except AskedTooMuch:
         raise
     except (ValueError, OSError, RuntimeError, DefaultModelError) as error:
         raise ModelUnusable(str(error)) from error
     return folder, runner
+
+
+def _cache_bytes(device: str, num_blocks: int | None, asked: int | None) -> int | None:
+    if num_blocks is None and asked is None and resolve_device(device).type == "cpu":
+        return CPU_KV_CACHE_BYTES
+    return asked
 
 
 def _default_model() -> Path:

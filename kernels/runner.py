@@ -5,11 +5,9 @@ need them, its token counts. A batch brings changes only, so the cost of a step 
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, PoolMemory, dty
 from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
+from kernels.pool_size import OnGpu, asked_blocks, gib
 from kernels.prompt_scores import PromptToScore, ScoringRow, score
 from kernels.sampler import choose_sampler
 from kernels.sampling import Draw, TokenCounts, needs_counts
@@ -26,7 +25,6 @@ from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepRe
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
 
 NO_GRAMMARS = "cannot be held to: this worker was made without grammars"
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(slots=True)
@@ -316,8 +314,9 @@ def load_runner(
     threads: int = 1,
     progress: Progress | None = None,
     pool_memory: PoolMemory | None = None,
+    gpu: OnGpu | None = None,
 ) -> ModelRunner:
-    """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`.
+    """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`; a GPU is profiled without.
 
     Raises `ModelNotFound` (no such model), `UnsupportedModel` (a field or tensor it does not honour) and
     `AskedTooMuch` (a length or a cache that cannot be had).
@@ -329,21 +328,40 @@ def load_runner(
     length = _served_length(config, max_model_len)
     weight_dtype = resolve_dtype(dtype, config)
     layout = CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, weight_dtype)
-    num_blocks = _blocks(layout, place, num_blocks, kv_cache_bytes)
+    num_blocks = asked_blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
         backend = choose_backend(place, config.head_dim, block_size, threads, weight_dtype)
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
+    gpu = gpu or OnGpu()
+    if num_blocks is None:
+        num_blocks = _profiled(model, layout, gpu, max_num_seqs, length)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
     try:
         cache = PagedCache(layout, num_blocks, place, pool_memory)
     except (OSError, torch.OutOfMemoryError) as error:
-        size = _gib(num_blocks * layout.block_bytes)
+        size = gib(num_blocks * layout.block_bytes)
         raise AskedTooMuch(
             f"no room for {num_blocks} KV blocks ({size}) on {place}: lower --kv-cache-memory or --num-kv-blocks"
         ) from error
     grammars = GrammarCompiler(folder, config.vocab_size)
     return ModelRunner(model, cache, max_num_seqs, length, threads, revision, grammars)
+
+
+def _profiled(
+    model: CausalModel, layout: CacheLayout, gpu: OnGpu, max_num_seqs: int, max_model_len: int
+) -> int:
+    from kernels.gpu.memory import profiled_blocks  # nothing of a GPU is imported where there is none
+
+    return profiled_blocks(
+        model,
+        layout,
+        share=gpu.memory_share,
+        step_tokens=gpu.step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        graphs=not gpu.eager,
+    )
 
 
 def _served_length(config: ModelConfig, asked: int | None) -> int:
@@ -355,39 +373,6 @@ def _served_length(config: ModelConfig, asked: int | None) -> int:
         raise AskedTooMuch(
             f"--max-model-len {asked}: this model allows {error.value} at most ({error.field})"
         ) from error
-
-
-def _blocks(layout: CacheLayout, place: torch.device, asked: int | None, kv_cache_bytes: int | None) -> int:
-    """How many blocks to make. Checked before the weights are read, so that a slip is answered at once."""
-    if asked is not None:
-        flag, count = f"--num-kv-blocks {asked}", asked
-    elif kv_cache_bytes is not None:
-        flag, count = f"--kv-cache-memory {kv_cache_bytes}", kv_cache_bytes // layout.block_bytes
-    else:
-        raise ValueError("give num_blocks or kv_cache_bytes")
-    if count < 1:
-        raise AskedTooMuch(f"{flag}: one KV block of this model takes {layout.block_bytes} bytes")
-    there = memory_bytes(place)
-    if count * layout.block_bytes > there:
-        raise AskedTooMuch(
-            f"{flag}: {_gib(count * layout.block_bytes)} of KV cache, and {place} has {_gib(there)} in all"
-        )
-    return count
-
-
-def memory_bytes(place: torch.device) -> int:
-    """All memory that a process may have there: of the GPU, or of the machine within the container's limit."""
-    if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(machine, int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return machine
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def resolve_device(asked: str) -> torch.device:

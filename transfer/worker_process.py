@@ -107,11 +107,14 @@ class LoadModel(Protocol):
         device: str,
         block_size: int,
         num_blocks: int | None,
-        kv_cache_bytes: int,
+        kv_cache_bytes: int | None,
         max_num_seqs: int,
         max_model_len: int | None,
         threads: int,
         pool_memory: PoolMemory | None,
+        gpu_memory_share: float,
+        step_tokens: int,
+        eager: bool,
     ) -> tuple[Path, Runner]: ...
 
 
@@ -183,6 +186,9 @@ def _load(
             max_model_len=settings.max_model_len,
             threads=threads,
             pool_memory=pool_memory,
+            gpu_memory_share=settings.gpu_memory_utilization,
+            step_tokens=settings.max_num_batched_tokens or DEVICE_STEP_TOKENS,
+            eager=settings.enforce_eager,
         )
     except AskedTooMuch as error:
         raise BadConfiguration(str(error)) from error

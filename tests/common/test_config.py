@@ -58,7 +58,9 @@ def test_every_flag_is_in_help_with_a_known_group(model: type[WorkerSettings]) -
 
 def test_help_shows_defaults_as_a_person_would_write_them() -> None:
     text = " ".join(build_parser(ServeSettings, "kvferry serve", "").format_help().split())
-    assert "such as 2GiB (default: 512MiB)" in text
+    assert "such as 2GiB; absent: 512MiB on a CPU, on a GPU what --gpu-memory-utilization leaves" in text
+    assert "the workers of `kvferry serve` share it (default: 0.9)" in text
+    assert "such as 4MiB (default: 4MiB)" in text
     assert "SIGTERM or Ctrl-C (default: 30)" in text
     assert "reuse the KV of a prompt's beginning (default: on)" in text
 
@@ -195,6 +197,22 @@ def test_BR_147_parallelism_that_is_not_there_is_refused_in_words(flag: str, tmp
 def test_byte_sizes(text: str, number: int) -> None:
     assert parse_bytes(text) == number
     assert serve("--kv-cache-memory", text).kv_cache_memory == number
+
+
+# --- a GPU ---
+
+
+@pytest.mark.parametrize("share", ["0", "-0.1", "1.01", "90%", "nan", "inf"])
+def test_a_share_of_a_gpu_that_is_none_is_refused_by_name(share: str) -> None:
+    assert "--gpu-memory-utilization" in refusal(f"--gpu-memory-utilization={share}")
+
+
+def test_settings_of_a_gpu_come_from_flags_and_file(tmp_path: Path) -> None:
+    assert serve().gpu_memory_utilization == 0.9 and not serve().enforce_eager
+    path = write(tmp_path, "gpu_memory_utilization = 0.5\nenforce_eager = true")
+    assert serve("--config", path).gpu_memory_utilization == 0.5 and serve("--config", path).enforce_eager
+    worker = parse_worker(["--gpu-memory-utilization", "1", "--enforce-eager"], "decode")
+    assert worker.gpu_memory_utilization == 1 and worker.enforce_eager
 
 
 # --- who may reach what ---

@@ -56,6 +56,15 @@ def test_one_process_each_and_all_on_one_control_port() -> None:
     assert plan.url == "http://127.0.0.1:8123"
 
 
+@pytest.mark.parametrize(("prefill", "decode", "each"), [(1, 1, 0.45), (0, 1, 0.9), (1, 6, 0.1285)])
+def test_workers_on_one_gpu_share_what_was_granted_of_it(prefill: int, decode: int, each: float) -> None:
+    plan = plan_of("--prefill", str(prefill), "--decode", str(decode))
+    workers = [parse_worker(flags(spec), "decode") for spec in plan.specs[1:]]
+    assert {worker.gpu_memory_utilization for worker in workers} == {each}
+    assert sum(worker.gpu_memory_utilization for worker in workers) <= 0.9
+    assert {worker.kv_cache_memory for worker in workers} == {None}, "each worker's device says how much"
+
+
 def test_every_child_gets_the_pipe_of_the_launcher() -> None:
     assert all("--parent-fd={parent_fd}" in spec.argv for spec in plan_of().specs)
 
