@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kernels.cache import AskedTooMuch, PoolMemory
 from kernels.default_model import DefaultModelError, ensure_default_model, terminal_progress
-from kernels.pool_size import CPU_KV_CACHE_BYTES, OnGpu
-from kernels.runner import ModelRunner, load_runner, resolve_device
+from kernels.device import OnGpu, resolve_device
+from kernels.pool_size import CPU_KV_CACHE_BYTES
+from kernels.runner import ModelRunner, load_runner
 from kernels.weights import find_model
 
 log = logging.getLogger(__name__)

@@ -1,26 +1,12 @@
 """How many KV blocks a worker on this device may make: what was asked for, held against what is there."""
 
-import os
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 
 from kernels.cache import AskedTooMuch, CacheLayout
+from kernels.device import gib, memory_bytes
 
 CPU_KV_CACHE_BYTES = 512 << 20
 """Where nothing is asked for. A GPU is profiled instead: `kernels.gpu.memory`."""
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-@dataclass(frozen=True, slots=True)
-class OnGpu:
-    """What a runner is told that is a GPU's only: the worker's share of all its memory (above 0, at most 1), the
-    tokens of its largest step, and whether decode steps are launched kernel by kernel, without CUDA graphs."""
-
-    memory_share: float = 0.9
-    step_tokens: int = 2048
-    eager: bool = False
 
 
 def asked_blocks(
@@ -44,18 +30,3 @@ def asked_blocks(
             f"{flag}: {gib(count * layout.block_bytes)} of KV cache, and {place} has {gib(there)} in all"
         )
     return count
-
-
-def memory_bytes(place: torch.device) -> int:
-    """All memory that a process may have there: of the GPU, or of the machine within the container's limit."""
-    if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(machine, int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such file, or "max"
-        return machine
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -4,25 +4,32 @@ A slot is a running sequence's place on this worker: its block table, its sampli
 need them, its token counts. A batch brings changes only, so the cost of a step follows change, not context length.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.backend import choose_backend
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, PoolMemory, dtype_name
+from kernels.device import OnGpu, gib, resolve_device
 from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
-from kernels.pool_size import OnGpu, asked_blocks, gib
+from kernels.pool_size import asked_blocks
 from kernels.prompt_scores import PromptToScore, ScoringRow, score
 from kernels.sampler import choose_sampler
 from kernels.sampling import Draw, TokenCounts, needs_counts
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
+
+if TYPE_CHECKING:
+    from kernels.gpu.steps import DeviceSteps
 
 NO_GRAMMARS = "cannot be held to: this worker was made without grammars"
 
@@ -49,8 +56,10 @@ class ModelRunner:
         threads: int,
         revision: str,
         grammars: GrammarCompiler | None = None,
+        gpu: OnGpu | None = None,
     ) -> None:
-        """`grammars` are compiled for the model's tokenizer; without them every request with a grammar fails."""
+        """`grammars` are compiled for the model's tokenizer; without them every request with a grammar fails. `gpu`:
+        the model's kernels read a step's arrays on the device."""
         self.model = model
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -68,6 +77,12 @@ class ModelRunner:
         self._counting: dict[int, TokenCounts] = {}
         self._scoring: dict[int, PromptToScore] = {}
         self._prepared_thread = -1
+        self._device_steps: DeviceSteps | None = None
+        if gpu is not None:
+            # Nothing of a GPU is imported where there is none.
+            from kernels.gpu.steps import make_device_steps
+
+            self._device_steps = make_device_steps(model, cache, self._tables, max_model_len, gpu)
 
     @property
     def layout(self) -> CacheLayout:
@@ -174,8 +189,7 @@ class ModelRunner:
         if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
             self._scoring[joined.slot] = PromptToScore(prompt, joined.scored, sampling.prompt_logprobs)
         self._slots[joined.slot] = slot
-        self._tables[joined.slot, : len(joined.blocks)] = joined.blocks
-        self._room_tokens[joined.slot] = len(joined.blocks) * self.layout.block_size
+        self._write_table(joined.slot, 0, joined.blocks)
 
     def _match(self, sampling: SamplingLike, outputs: Sequence[int]) -> tuple[Matcher | None, str | None]:
         """Its grammar with the outputs so far replayed, or why there is none."""
@@ -194,9 +208,14 @@ class ModelRunner:
     def _grow(self, slot: int, blocks: Sequence[int]) -> None:
         held = self._slots[slot]
         assert held is not None, f"slot {slot} is empty"
-        self._tables[slot, held.num_blocks : held.num_blocks + len(blocks)] = blocks
+        self._write_table(slot, held.num_blocks, blocks)
         held.num_blocks += len(blocks)
-        self._room_tokens[slot] = held.num_blocks * self.layout.block_size
+
+    def _write_table(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        self._tables[slot, first : first + len(blocks)] = blocks
+        self._room_tokens[slot] = (first + len(blocks)) * self.layout.block_size
+        if self._device_steps is not None:
+            self._device_steps.blocks_changed(slot, first, len(blocks))
 
     def _compute(self, batch: BatchLike) -> StepResult:
         starts = np.asarray(batch.starts, dtype=np.int32)
@@ -206,18 +225,17 @@ class ModelRunner:
         assert counts.min() >= 1 and ends.max() <= self.max_model_len
         lacking = slots[self._room_tokens[slots] < ends]
         assert not len(lacking), f"slot {lacking[0]} has no block for its last position, or is empty"
-        device = self.model.device
-        step = StepLayout(starts, counts, slots, self._tables, self.layout.block_size, device)
-        token_ids = torch.from_numpy(np.asarray(batch.token_ids, dtype=np.int64)).to(device)
-        hidden = self.model.forward(token_ids, step, self.cache)
+        step = StepLayout(starts, counts, slots, self._tables, self.layout.block_size, self.model.device)
+        token_ids = np.asarray(batch.token_ids, dtype=np.int64)
         rows = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
+        lasts = (step.firsts + counts - 1)[rows]
+        hidden, of_rows = self._forward(token_ids, step, lasts)
         ids: list[tuple[int, ...]] = [()] * len(slots)
         logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(slots)
         faults: dict[int, str] = {}
         if len(rows):
-            lasts = torch.from_numpy((step.firsts + counts - 1)[rows].astype(np.int64)).to(device)
-            logits_there = self.model.logits(hidden[lasts])
-            newest = np.asarray(batch.token_ids)[(step.firsts + counts - 1)[rows]]
+            logits_there = self.model.logits(of_rows)
+            newest = token_ids[lasts]
             # A GPU still computes while the grammars say what they allow.
             draws, faults = self._draws(
                 rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), newest.tolist()
@@ -236,6 +254,16 @@ class ModelRunner:
         prompts = self._score(slots, step, hidden, faults)
         self._count(slots.tolist(), ids)
         return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
+
+    def _forward(
+        self, token_ids: np.ndarray, step: StepLayout, lasts: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of the step's tokens, and those of tokens `lasts`."""
+        if self._device_steps is not None:
+            return self._device_steps.run(token_ids, step, lasts)
+        device = self.model.device
+        hidden = self.model.forward(torch.from_numpy(token_ids).to(device), step, self.cache)
+        return hidden, hidden[torch.from_numpy(lasts).to(device)]
 
     def _count(self, slots: list[int], ids: list[tuple[int, ...]]) -> None:
         """The last thing that a step does, and nothing in it raises: one that does is run again, row by row."""
@@ -335,7 +363,9 @@ def load_runner(
         model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
     gpu = gpu or OnGpu()
     if num_blocks is None:
-        num_blocks = _profiled(model, layout, gpu, max_num_seqs, length)
+        from kernels.gpu.memory import profiled_blocks
+
+        num_blocks = profiled_blocks(model, layout, gpu, max_num_seqs, length)
     # Outside inference mode: blocks that arrive are written from other threads, which are not in it.
     try:
         cache = PagedCache(layout, num_blocks, place, pool_memory)
@@ -345,23 +375,8 @@ def load_runner(
             f"no room for {num_blocks} KV blocks ({size}) on {place}: lower --kv-cache-memory or --num-kv-blocks"
         ) from error
     grammars = GrammarCompiler(folder, config.vocab_size)
-    return ModelRunner(model, cache, max_num_seqs, length, threads, revision, grammars)
-
-
-def _profiled(
-    model: CausalModel, layout: CacheLayout, gpu: OnGpu, max_num_seqs: int, max_model_len: int
-) -> int:
-    from kernels.gpu.memory import profiled_blocks  # nothing of a GPU is imported where there is none
-
-    return profiled_blocks(
-        model,
-        layout,
-        share=gpu.memory_share,
-        step_tokens=gpu.step_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        graphs=not gpu.eager,
-    )
+    on_device = gpu if backend.name == "triton" else None
+    return ModelRunner(model, cache, max_num_seqs, length, threads, revision, grammars, on_device)
 
 
 def _served_length(config: ModelConfig, asked: int | None) -> int:
@@ -373,12 +388,3 @@ def _served_length(config: ModelConfig, asked: int | None) -> int:
         raise AskedTooMuch(
             f"--max-model-len {asked}: this model allows {error.value} at most ({error.field})"
         ) from error
-
-
-def resolve_device(asked: str) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
-    return torch.device(asked)

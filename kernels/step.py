@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kernels.gpu.device_step import DeviceStep
+
 
 class GrammarLike(Protocol):
     """What the answer must look like: see `kernels.grammar`."""
@@ -192,6 +194,26 @@ class StepLayout:
     @property
     def offsets(self) -> torch.Tensor:
         return self._places[2]
+
+    @cached_property
+    def on_device(self) -> DeviceStep:
+        """The same for kernels on the device. What keeps a step's arrays there already sets it."""
+        rows = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+        positions = np.arange(len(rows), dtype=np.int32) - self.firsts[rows] + self.starts[rows]
+        tables = self.row_tables()
+        columns = (tables.ravel(), self.starts, self.counts, self.firsts, rows, positions)
+        together = torch.from_numpy(np.concatenate(columns)).to(self._device)
+        of_tables, starts, counts, firsts, token_rows, there = together.split(list(map(len, columns)))
+        return DeviceStep(
+            of_tables.view(tables.shape),
+            starts,
+            counts,
+            firsts,
+            token_rows,
+            there,
+            max_count=int(self.counts.max()),
+            max_end=int((self.starts + self.counts).max()),
+        )
 
     def row_tables(self) -> np.ndarray:
         """A copy `[rows, width]`, as wide as the longest row needs."""

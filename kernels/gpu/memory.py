@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache
+from kernels.device import OnGpu, gib
 from kernels.model import CausalModel
-from kernels.pool_size import gib
 from kernels.prompt_scores import SLICE_ROWS
 from kernels.step import StepLayout
 
@@ -162,14 +162,7 @@ def _run(model: CausalModel, cache: PagedCache, counts: np.ndarray, max_model_le
 
 
 def profiled_blocks(
-    model: CausalModel,
-    layout: CacheLayout,
-    *,
-    share: float,
-    step_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    graphs: bool,
+    model: CausalModel, layout: CacheLayout, gpu: OnGpu, max_num_seqs: int, max_model_len: int
 ) -> int:
     """The pool of a model that is loaded on a GPU. Raises AskedTooMuch."""
     try:
@@ -177,17 +170,17 @@ def profiled_blocks(
             model,
             layout,
             CudaMemory(model.device),
-            step_tokens=step_tokens,
+            step_tokens=gpu.step_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            graphs=graphs,
+            graphs=not gpu.eager,
         )
     except torch.OutOfMemoryError as error:
         raise AskedTooMuch(
-            f"a step of --max-num-batched-tokens {step_tokens} and --max-num-seqs {max_num_seqs} does not fit beside "
-            "the weights: lower one of them"
+            f"a step of --max-num-batched-tokens {gpu.step_tokens} and --max-num-seqs {max_num_seqs} does not fit "
+            "beside the weights: lower one of them"
         ) from error
-    blocks = pool_blocks(profile, share, layout)
+    blocks = pool_blocks(profile, gpu.memory_share, layout)
     log.info(
         "GPU memory: %s in all, %s free; weights %s, the largest step %s more; KV cache %s, %d blocks",
         gib(profile.total),
