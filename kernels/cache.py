@@ -7,12 +7,18 @@ as it comes (`[block_size, head_dim]`). In bf16 two neighbours of the summed dim
 take, and one in which plain lanes widen a number with one shift. Everyone else treats a block as opaque bytes.
 """
 
+from __future__ import annotations
+
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from kernels.gpu.block_copies import BlockCopies
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -112,6 +118,13 @@ class PagedCache:
         self.tensor.fill_(0)  # touches every page now, so that no step pays for page faults later
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
         self._host = self._bytes.view(-1).numpy().data if self.device.type == "cpu" else None
+        self._copies: BlockCopies | None = None
+        if self._host is None:
+            from kernels.gpu.block_copies import (
+                BlockCopies,
+            )  # nothing of a GPU is imported where there is none
+
+            self._copies = BlockCopies(self._bytes)
 
     def store(
         self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -145,7 +158,10 @@ class PagedCache:
     def block_bytes_view(self, block: int) -> memoryview:
         """The bytes of one block: the cache's own memory on CPU, a copy on other devices."""
         own = self.host_block(block)
-        return own if own is not None else self._bytes[block].cpu().numpy().data
+        if own is not None:
+            return own
+        assert self._copies is not None
+        return self._copies.read(block)
 
     def host_block(self, block: int) -> memoryview | None:
         """The same bytes where they can be written, None where they are not in this host's memory."""
@@ -163,7 +179,8 @@ class PagedCache:
         if own is not None:
             own[:] = source
         else:
-            self._bytes[block].copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
+            assert self._copies is not None
+            self._copies.write(block, source)
 
     def _check(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:

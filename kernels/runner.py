@@ -252,6 +252,10 @@ class ModelRunner:
                     ids[row] = (sampled[0],)
                     logprobs[row] = None if sampled[1] is None else (sampled[1],)
         prompts = self._score(slots, step, hidden, faults)
+        if (
+            self.model.device.type == "cuda"
+        ):  # its blocks may be copied by another stream as soon as it is over
+            torch.cuda.current_stream(self.model.device).synchronize()
         self._count(slots.tolist(), ids)
         return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
 
