@@ -67,6 +67,7 @@ class VirtualModel:
         self._block_size = block_size
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
+        self._newest: list[RowResult] = []  # of the batch before
 
     def run(self, batch: Batch) -> list[RowResult]:
         """One step, as `kernels.runner.ModelRunner.run` does it."""
@@ -80,15 +81,20 @@ class VirtualModel:
             )
         for slot, blocks in batch.grown:
             self._held(slot).blocks += blocks
+        token_ids = batch.token_ids
+        if batch.ahead:
+            token_ids = [self._newest[-1 - token].ids[0] if token < 0 else token for token in token_ids]
         if batch.num_tokens == len(batch.slots) and all(batch.samples):
-            return self._decode_rows(batch)
-        return self._rows(batch)
+            self._newest = self._decode_rows(batch, token_ids)
+        else:
+            self._newest = self._rows(batch, token_ids)
+        return self._newest
 
-    def _decode_rows(self, batch: Batch) -> list[RowResult]:
+    def _decode_rows(self, batch: Batch, token_ids: list[int]) -> list[RowResult]:
         """Every row computes one token."""
         results: list[RowResult] = []
         size, content, slots = self._block_size, self.content, self._slots
-        for slot, start, token in zip(batch.slots, batch.starts, batch.token_ids, strict=True):
+        for slot, start, token in zip(batch.slots, batch.starts, token_ids, strict=True):
             held = slots[slot]
             assert held is not None, f"slot {slot} is empty"
             block = content[held.blocks[start // size]]
@@ -100,13 +106,13 @@ class VirtualModel:
             results.append(Row(((token * 31 + start * 7 + 8 + held.turn) % VOCABULARY,)))
         return results
 
-    def _rows(self, batch: Batch) -> list[RowResult]:
+    def _rows(self, batch: Batch, token_ids: list[int]) -> list[RowResult]:
         results: list[RowResult] = []
         at = 0
         for slot, start, count, samples in zip(
             batch.slots, batch.starts, batch.counts, batch.samples, strict=True
         ):
-            held, ids = self._held(slot), batch.token_ids[at : at + count]
+            held, ids = self._held(slot), token_ids[at : at + count]
             at += count
             for offset, token in enumerate(ids):
                 self._write(held, start + offset, token)

@@ -15,103 +15,18 @@ sequence stands in a batch that is out; `finish` calls it again when the batch i
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.blocks import BlockPool
-from common.lifecycle import Life, Phase
 from common.prefix import extend_chain, seed_hash
-from common.request import Attempt, Key, Request, SamplingParams, TokenLogprobs, unpack_ids
+from common.request import Request, SamplingParams, TokenLogprobs
+from common.sequence import NO_SLOT, Sequence
 
-NO_SLOT = -1
 SCORED_COST = 3
 """What a prompt token takes of a step's budget whose log-probability is to be said, in tokens that are computed only:
 the output head and the search for the best took twice as long as the layers of the default model."""
-
-
-class Sequence:
-    """One request on this worker.
-
-    `scored` counts the prompt tokens whose log-probabilities are said; where none are asked for, it is all of them.
-    The first token has none. An attempt that starts with output tokens owes none either: the front takes no output
-    before the prompt's are complete. `found_tokens` are those whose KV was in a cache when the present blocks were
-    taken; `lost_tokens` is set by its end.
-    """
-
-    __slots__ = (
-        "arrival",
-        "blocks",
-        "cached_tokens",
-        "chain",
-        "end_token_ids",
-        "found_tokens",
-        "in_batch",
-        "key",
-        "life",
-        "lost_tokens",
-        "max_len",
-        "max_outputs",
-        "num_computed",
-        "order",
-        "over",
-        "preemptions",
-        "prompt_len",
-        "published",
-        "request",
-        "scored",
-        "seed",
-        "slot",
-        "start_len",
-        "tokens",
-    )
-
-    def __init__(
-        self, request: Request, attempt: Attempt, output_ids: bytes, arrival: int, phase: Phase, now: float
-    ) -> None:
-        self.request = request
-        self.key: Key = (request.request_id, attempt)
-        self.tokens = unpack_ids(request.prompt_ids)
-        self.prompt_len = len(self.tokens)
-        self.tokens += unpack_ids(output_ids)
-        self.start_len = len(self.tokens)
-        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or output_ids else 1
-        self.max_outputs = request.sampling.max_tokens
-        self.max_len = self.prompt_len + self.max_outputs
-        self.end_token_ids = request.sampling.end_token_ids
-        self.num_computed = 0
-        self.cached_tokens = self.found_tokens = 0
-        self.lost_tokens = 0
-        self.blocks: list[int] = []
-        self.chain: list[bytes] = []
-        self.seed = b""
-        self.published = 0
-        self.slot = NO_SLOT
-        self.in_batch = False
-        self.over = False
-        self.preemptions = 0
-        self.arrival = arrival
-        self.order = (request.priority, arrival)
-        self.life = Life(phase, now)
-
-    @property
-    def owes_scores(self) -> bool:
-        """Prompt tokens from `scored` on have no log-probabilities yet, and are to have some."""
-        return self.scored < self.prompt_len
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens whose KV was computed for it, here or on the way here, and would be lost with its blocks."""
-        return self.num_computed - self.found_tokens
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def left(self) -> int:
-        """Tokens without KV."""
-        return len(self.tokens) - self.num_computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +59,9 @@ class Batch:
     token_ids: list[int] = field(default_factory=list)
     rows: list[Sequence] = field(default_factory=list)
     scores: bool = False  # a row owes log-probabilities of its prompt
+    ahead: bool = (
+        False  # token ids below 0 are there: -1 - r is what row r of the batch before this one samples
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -189,8 +107,14 @@ class BatchingCore:
         self._leaving: list[int] = []
         self._arrivals = 0
         self._batch = Batch()
-        self._taken: Batch | None = None  # handed out and not back
+        self._taken: Batch | None = None  # handed out last and not back
         self._taken_joining: dict[int, Sequence] = {}
+        self._out: list[Batch] = []  # handed out and not back, oldest first
+
+    @property
+    def num_out(self) -> int:
+        """Batches that were handed out and are not back."""
+        return len(self._out)
 
     @property
     def free_slots(self) -> int:
@@ -245,9 +169,10 @@ class BatchingCore:
         seq.published = len(hits)
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Makes room for the KV of every token the sequence holds. False is "no block left"."""
-        missing = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
+    def grow(self, seq: Sequence, ahead: int = 0) -> bool:
+        """Makes room for the KV of every token the sequence holds, and of so many more that are on their way. False is
+        "no block left"."""
+        missing = self.blocks_for(len(seq.tokens) + ahead) - len(seq.blocks)
         if missing <= 0:
             return True
         fresh = self.pool.allocate(missing)
@@ -307,7 +232,7 @@ class BatchingCore:
         batch.samples.append(start + count == len(seq.tokens))
         batch.token_ids += seq.tokens[start : start + count]
         batch.scores |= seq.owes_scores
-        seq.in_batch = True
+        seq.in_batch += 1
 
     def add_chunk(self, seq: Sequence, budget: int) -> int:
         """As many of the tokens left to `seq` as `budget` pays for, and one at least. Returns the rest of it."""
@@ -323,10 +248,29 @@ class BatchingCore:
         batch.starts += [seq.num_computed for seq in seqs]
         batch.token_ids += [seq.tokens[-1] for seq in seqs]
         for seq in seqs:
-            seq.in_batch = True
+            seq.in_batch += 1
         batch.rows += seqs
         batch.counts += [1] * len(seqs)
         batch.samples += [True] * len(seqs)
+
+    def add_rows_ahead(self, seqs: Seq[Sequence]) -> None:
+        """The same for sequences whose last token the batch that is out has yet to sample: where it stands in that
+        batch is said instead."""
+        if not seqs:
+            return
+        batch, before = self._batch, self._out[-1]
+        places = {id(seq): place for place, seq in enumerate(before.rows)}
+        for seq in seqs:
+            place = places[id(seq)]
+            assert before.samples[place] and seq.in_batch == 1
+            batch.rows.append(seq)
+            batch.slots.append(seq.slot)
+            batch.starts.append(before.starts[place] + before.counts[place])
+            batch.counts.append(1)
+            batch.samples.append(True)
+            batch.token_ids.append(-1 - place)
+            seq.in_batch += 1
+        batch.ahead = True
 
     def take_batch(self) -> Batch | None:
         """The batch built since the last call, with what changed in the slots; None when no row computes."""
@@ -343,25 +287,44 @@ class BatchingCore:
         ]
         self._growing = {}
         self._taken, self._taken_joining, self._joining = batch, self._joining, {}
+        self._out.append(batch)
         return batch
+
+    def is_running(self) -> None:
+        """What was handed out runs: `unmake` undoes only what is built from here on."""
+        self._taken, self._taken_joining = None, {}
+
+    def _is_back(self, batch: Batch) -> bool:
+        """Whether it was out until now."""
+        left = [one for one in self._out if one is not batch]
+        was_out, self._out = len(left) < len(self._out), left
+        if self._taken is batch:
+            self._taken, self._taken_joining = None, {}
+        return was_out
 
     def take_back(self, batch: Batch) -> None:
         """A batch is computed. What ended meanwhile gives its blocks back; the others have more tokens with KV."""
         block_size = self.block_size
-        self._taken, self._taken_joining = None, {}
-        for seq, count in zip(batch.rows, batch.counts, strict=True):
-            seq.in_batch = False
-            if seq.over:
-                self.free(seq)
-                continue
-            seq.num_computed = computed = seq.num_computed + count
-            if count > 1 or computed % block_size == 0:  # one token at a time completes a block only there
-                self.publish(seq)
+        self._is_back(batch)
+        rows = zip(batch.rows, batch.counts, strict=True)
+        try:
+            for seq, count in rows:
+                seq.in_batch -= 1
+                if seq.over:
+                    self.free(seq)
+                    continue
+                seq.num_computed = computed = seq.num_computed + count
+                if (
+                    count > 1 or computed % block_size == 0
+                ):  # one token at a time completes a block only there
+                    self.publish(seq)
+        finally:
+            self._out_of(seq for seq, _ in rows)  # nobody is left, unless we erred over one of them
 
     def abandon(self, batch: Batch) -> None:
         """A batch ran and came to nothing, because taking it in raised: whoever of it ended gives its blocks back."""
-        self._taken, self._taken_joining = None, {}
-        self._out_of(batch)
+        if self._is_back(batch):  # else it was taken back, and what came after raised
+            self._out_of(batch.rows)
 
     def unmake(self) -> None:
         """The batch being built, or just taken, is not run after all: nobody stands in it, and the next one tells the
@@ -369,23 +332,17 @@ class BatchingCore:
         building, self._batch = self._batch, Batch()
         taken, self._taken = self._taken, None
         if taken is not None:
+            self._out.pop()
             self._leaving = taken.left + self._leaving
             self._joining = self._taken_joining | self._joining
             for slot, blocks in taken.grown:
                 self._growing[slot] = blocks + self._growing.get(slot, [])
             self._taken_joining = {}
-            self._out_of(taken)
-        self._out_of(building)
+            self._out_of(taken.rows)
+        self._out_of(building.rows)
 
-    def _out_of(self, batch: Batch) -> None:
-        for seq in batch.rows:
-            seq.in_batch = False
+    def _out_of(self, rows: Iterable[Sequence]) -> None:
+        for seq in rows:
+            seq.in_batch -= 1
             if seq.over:
                 self.free(seq)
-
-
-def finish_reason(seq: Sequence, token: int) -> str | None:
-    """Whether the answer ends with `token`, just appended to `seq`: "stop", "length", or None."""
-    if token in seq.end_token_ids:
-        return "stop"
-    return "length" if len(seq.tokens) >= seq.max_len else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Literal, Protocol
 
-from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.batching import Batch, BatchingCore, RowResult
 from common.counters import Counters
 from common.effects import Effect, ToCoordinator
 from common.ledger import Ledger
 from common.messages import Abort, AboutRequest, Ended, Heartbeat, Load, PromptRow, Stop, TokenRow
 from common.outbox import Outbox
 from common.request import Key, TokenLogprobs
+from common.sequence import Sequence
 
 Outcome = Literal["finished", "aborted", "failed", "handed_over"]
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.batching import Sequence
+from common.sequence import Sequence
 
 STATIC_LIMIT_S = 30.0
 AT_ONCE = float("-inf")

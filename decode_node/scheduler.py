@@ -10,6 +10,11 @@ between steps. The rules, in the order in which `schedule` applies them:
    then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits.
 3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, but
    at least MIN_CHUNK so that a full batch cannot starve them.
+4. Where a device takes a second batch while the first is out, decoding sequences of the first stand in it with a token
+   that is not known yet, unless the host must see that token first (`may_go_ahead`); chunks wait until they are back.
+   One that turns out to have ended stands there for nothing: its blocks stay its own until the batch is back. Nobody
+   is put out and no transfer revoked beside a batch that is out: where a block is missing there is no second batch, and
+   the next step is decided by rules 1 to 3 once the first is back.
 
 New transfers are accepted only while nobody preempted waits, a slot will be free, and the reservation leaves
 one block for each running sequence (the watermark). Local prefills, preempted ones included, keep the same
@@ -29,9 +34,10 @@ from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from common.batching import Batch, BatchingCore, RowResult, Sequence, finish_reason
+from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
 from common.request import Attempt, Key, Request, TokenLogprobs
+from common.sequence import Sequence, finish_reason, may_go_ahead
 from decode_node.forming import Continuous, Forming
 
 MIN_CHUNK = 16
@@ -63,8 +69,11 @@ def _by_order(seq: Sequence) -> tuple[int, int]:
 
 
 class DecodeScheduler:
-    def __init__(self, core: BatchingCore, forming: Forming | None = None) -> None:
+    def __init__(self, core: BatchingCore, forming: Forming | None = None, max_inflight: int = 1) -> None:
+        """`max_inflight`: batches that may be out at a time, 1 or 2; finished in the order in which they went."""
+        assert max_inflight in (1, 2)
         self._core = core
+        self._max_inflight = max_inflight
         self._forming = forming or Continuous()
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
@@ -196,12 +205,33 @@ class DecodeScheduler:
     # ------------------------------------------------------------ one step
 
     def schedule(self, now: float) -> Batch | None:
+        """The next step. Beside a batch that is out (`max_inflight`), what is known of it already: see rule 4."""
+        if self._core.num_out:
+            return self._schedule_ahead(now)
         self._grow(now)
+        return self._fill(self._decoding, [], now)
+
+    def _schedule_ahead(self, now: float) -> Batch | None:
+        if self._core.num_out >= self._max_inflight:
+            return None
+        self._core.is_running()
+        known = [seq for seq in self._decoding if not seq.in_batch]
+        ahead = [seq for seq in self._decoding if seq.in_batch and may_go_ahead(seq)]
+        for seq in sorted((*known, *ahead), key=_by_order):
+            if not self._core.grow(seq, seq.in_batch):
+                return None
+        return self._fill(known, ahead, now)
+
+    def _fill(self, known: list[Sequence], ahead: list[Sequence], now: float) -> Batch | None:
+        """Who may join, and the step's rows."""
+        before = len(self._decoding)
         self._join_delivered(now)
         self._start(self._preempted, now)
         if not self._preempted and self._may_start(now):
             self._start(self._waiting, now)
-        self._core.add_decode_rows(self._decoding)
+        joined = self._decoding[before:]
+        self._core.add_decode_rows(known if known is self._decoding else known + joined)
+        self._core.add_rows_ahead(ahead)
         self._add_chunks(max(self._core.max_num_batched_tokens - len(self._decoding), MIN_CHUNK))
         return self._core.take_batch()
 
@@ -271,7 +301,8 @@ class DecodeScheduler:
         for seq in self._prefilling:
             if budget <= 0:
                 return
-            budget = self._core.add_chunk(seq, budget)
+            if not seq.in_batch:
+                budget = self._core.add_chunk(seq, budget)
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to

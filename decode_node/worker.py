@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.batching import Batch, BatchingCore, RowResult
 from common.effects import Effect, ToCoordinator, ToSender
 from common.errors import told
 from common.lifecycle import Phase
@@ -44,6 +44,7 @@ from common.messages import (
 )
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, Request, WorkerId, unpack_ids
+from common.sequence import Sequence
 from decode_node.forming import Forming
 from decode_node.scheduler import DecodeScheduler
 from transfer.receiver import Ready, TransferReceiver
@@ -65,10 +66,12 @@ class DecodeWorker:
         max_waiting: int = MAX_WAITING,
         forming: Forming | None = None,
         vocab_size: int | None = None,
+        max_inflight: int = 1,
     ) -> None:
-        """`vocab_size`: prompts of other ids are refused; None: the model takes any."""
+        """`vocab_size`: prompts of other ids are refused; None: the model takes any. `max_inflight`: batches that may
+        be out at a time."""
         self._core = core
-        self._scheduler = DecodeScheduler(core, forming)
+        self._scheduler = DecodeScheduler(core, forming, max_inflight)
         self._receiver = receiver
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes

@@ -18,9 +18,10 @@ from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from common.batching import Batch, BatchingCore, RowResult, Sequence, finish_reason
+from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
 from common.request import Attempt, Key, Request, TokenLogprobs
+from common.sequence import Sequence, finish_reason
 
 MAX_PASSES = 64
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.batching import Batch, BatchingCore, RowResult
 from common.effects import Effect, ToCoordinator
 from common.errors import told
 from common.lifecycle import Phase
@@ -42,6 +42,7 @@ from common.messages import (
 from common.prefix import join_hashes
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, WorkerId, pack_ids
+from common.sequence import Sequence
 from prefill_node.scheduler import Outcome, PrefillScheduler
 from transfer.sender import SenderEvent, SendFailed, Sent, TransferSender
 

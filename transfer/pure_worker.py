@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
-from common.batching import Batch, RowResult, Sequence
+from common.batching import Batch, RowResult
 from common.effects import Effect
 from common.messages import Block, Heartbeat, Message
 from common.records import Records
 from common.request import Key, WorkerId
+from common.sequence import Sequence
 
 
 class PureWorker(Protocol):
@@ -41,5 +42,9 @@ class PureWorker(Protocol):
     def live_keys(self) -> list[Key]: ...
 
 
-Step = Callable[[Batch], tuple[Seq[RowResult], dict[int, str]]]
+Results = tuple[Seq[RowResult], dict[int, str]]
+Step = Callable[[Batch], Results]
 """Runs a batch: a result per row, and for rows that could not be computed, their index and why."""
+Launch = Callable[[Batch], Callable[[], Results]]
+"""Puts a batch on a device, behind the one before it, without waiting; what it gives back waits for the results. A
+batch may say `ahead`: the device knows what the batch before it sampled."""

@@ -12,6 +12,10 @@ What raises here is our own fault, and costs requests, never the worker: those o
 in raised; where deciding the next one did, the newest, one after the other, until it can be decided (until that one
 came, it could). Each of them ends, for good: tried again here it would raise again, for ever. A worker that cannot even
 end them is `broken`.
+
+A device need not stand still in between either: with `launch`, the next step is decided and put behind the one that
+runs, as far as it can be decided before that one's tokens are seen, and only then is that one waited for. What such a
+step computed for an answer that had ended comes to nothing, and so do the rows of a step whose predecessor raised.
 """
 
 from __future__ import annotations
@@ -22,24 +26,28 @@ import time
 from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 
-from common.batching import Batch, RowResult
+from common.batching import Batch
 from common.effects import Effect
 from common.request import Key
 from transfer.fair_lock import FairLock
-from transfer.pure_worker import PureWorker, Step
+from transfer.pure_worker import Launch, PureWorker, Results, Step
 
 log = logging.getLogger(__name__)
 
-Computed = tuple[Seq[RowResult], dict[int, str]] | BaseException
+Computed = Results | BaseException
 """What a step came to: results and the rows that have none, or what it raised."""
 
 
 class Stepping:
     """`stepped` is called from the model thread after each step, without the lock."""
 
-    def __init__(self, node: PureWorker, step: Step, stepped: Callable[[], None]) -> None:
+    def __init__(
+        self, node: PureWorker, step: Step, stepped: Callable[[], None], launch: Launch | None = None
+    ) -> None:
+        """With `launch` no step is run by `step`, and `node` may have two batches out."""
         self._node = node
         self._step = step
+        self._launch = launch
         self._stepped = stepped
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._said: list[Effect] = []
@@ -71,6 +79,9 @@ class Stepping:
     # ------------------------------------------------------------ in the model thread
 
     def _run(self, first: Batch) -> None:
+        if self._launch is not None:
+            self._run_ahead(first, self._launch)
+            return
         batch: Batch | None = first
         while batch is not None and not self._ended:
             began = time.monotonic()
@@ -81,21 +92,41 @@ class Stepping:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._stepped()
 
+    def _run_ahead(self, first: Batch, launch: Launch) -> None:
+        batch: Batch | None = first
+        coming = _launched(first, launch)
+        while batch is not None and not self._ended:
+            began = time.monotonic()
+            with self.lock:
+                following = self._decide(began)
+            beside = None if following is None else _launched(following, launch)
+            computed = _waited(coming)
+            step_s = time.monotonic() - began
+            with self.lock:
+                batch = self._between(batch, computed, step_s, following)
+            if batch is not None:
+                coming = _launched(batch, launch) if beside is None else beside
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._stepped()
+
     def _compute(self, batch: Batch) -> Computed:
         try:
             return self._step(batch)
         except BaseException as error:
             return error
 
-    def _between(self, batch: Batch, computed: Computed, step_s: float) -> Batch | None:
-        """Takes in what one step came to and decides the next one."""
+    def _between(
+        self, batch: Batch, computed: Computed, step_s: float, following: Batch | None = None
+    ) -> Batch | None:
+        """Takes in what one step came to and decides the next one, unless it is under way already."""
         now = time.monotonic()
         self.started = None
         try:
             self._take_in(batch, computed, step_s, now)
         except BaseException as error:
             self._lose(batch, error, now)
-        following = None if self._ended else self._decide(now)
+        if following is None and not self._ended:
+            following = self._decide(now)
         self.started = None if following is None else time.monotonic()
         return following
 
@@ -140,3 +171,17 @@ class Stepping:
             except Exception as worse:
                 log.exception("request %s cannot even be ended: no step begins any more", key[0])
                 self.broken, self._ended = worse, True
+
+
+def _launched(batch: Batch, launch: Launch) -> Callable[[], Results] | BaseException:
+    try:
+        return launch(batch)
+    except BaseException as error:
+        return error
+
+
+def _waited(coming: Callable[[], Results] | BaseException) -> Computed:
+    try:
+        return coming if isinstance(coming, BaseException) else coming()
+    except BaseException as error:
+        return error

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.batching import SCORED_COST, BatchingCore, Sequence
+from common.batching import SCORED_COST, BatchingCore
 from common.lifecycle import Phase
 from common.request import pack_ids
+from common.sequence import Sequence
 from tests.common.stepping import BLOCK, attempt, make_core, prompt, request
 
 
@@ -64,3 +65,29 @@ def core_with_cached(length: int) -> BatchingCore:
     core.take_back(batch)
     core.free(first)
     return core
+
+
+def test_whoever_stands_in_a_batch_that_cannot_be_taken_back_still_gives_its_blocks_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = make_core()
+    seqs = [Sequence(request(name, prompt(8)), attempt(), b"", 1, Phase.QUEUED, 0.0) for name in "abc"]
+    for seq in seqs:
+        assert core.reserve(seq, num_tokens=8, usable_hits=0)
+        core.place(seq)
+        core.add_row(seq, 4)
+    batch = core.take_batch()
+    assert batch is not None and core.num_out == 1
+
+    def raises(seq: Sequence) -> None:
+        raise RuntimeError("over the second")
+
+    seqs[0].over = seqs[2].over = True
+    monkeypatch.setattr(core, "publish", raises)
+    with pytest.raises(RuntimeError, match="the second"):
+        core.take_back(batch)
+    seqs[1].over = True
+    core.free(seqs[1])
+    core.abandon(batch)
+    assert core.num_out == 0 and core.pool.held == 0 and not any(seq.in_batch for seq in seqs)
+    core.pool.check()

@@ -7,13 +7,13 @@ out, and says whatever a peer may say, at any time. The virtual model checks eve
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bench.virtual_model import NO_TOKEN, continuation, prompt_scores
-from common.batching import Batch, BatchingCore, RowResult, Sequence
+from common.batching import Batch, BatchingCore, RowResult
 from common.effects import Effect, ToCoordinator, ToFront
 from common.messages import (
     Abort,
@@ -28,6 +28,7 @@ from common.messages import (
     Tokens,
 )
 from common.request import Attempt, Key, Request, WorkerId, pack_ids
+from common.sequence import Sequence
 from tests.common.stepping import COORDINATOR, check_whole, make_core, model_for, prompt, request
 from transfer.pure_worker import PureWorker
 
@@ -67,21 +68,34 @@ def packed_before(wanted: Request, attempt: int) -> bytes:
     return pack_ids(outputs_before(wanted, attempt))
 
 
+@dataclass(slots=True)
+class Step:
+    """A batch that is out, and the blocks that it reads and writes. `early`: what it came to, if the model ran it."""
+
+    batch: Batch
+    read: set[int]
+    early: Seq[RowResult] | None = None
+
+
 class WorkerMachine(RuleBasedStateMachine):
     """Subclasses make the worker, add commands and peers, and say how honest peers let everything end."""
 
     worker: PureWorker
+    max_inflight = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.core: BatchingCore = make_core(POOL, max_num_seqs=SLOTS, chunk=CHUNK)
         self.model = model_for(self.core)
-        self.out: Batch | None = None
-        self.early: Seq[RowResult] | None = None
-        self.read: set[int] = set()  # blocks that the step which is out reads and writes
+        self.steps: list[Step] = []  # that are out, oldest first
         self.ends: dict[Key, Ended] = {}
         self.newest = [1] * len(REQUESTS)
+
+    @property
+    def out(self) -> Batch | None:
+        """The next one to come back."""
+        return self.steps[0].batch if self.steps else None
 
     # ------------------------------------------------------------ of the one or the other kind
 
@@ -150,13 +164,21 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(early=st.booleans())
     def step_begins(self, early: bool) -> None:
         """`early`: the model has written its blocks before anything else happens, else only when it is back."""
-        if self.out is None:
+        if len(self.steps) < self.max_inflight:
             batch = self.worker.schedule(self.now)
             if batch is not None:
                 self.check_batch(batch)
-                self.out, self.read = batch, {block for seq in batch.rows for block in seq.blocks}
-                self.early = self.model.run(batch) if early else None
+                self.steps.append(Step(batch, {block for seq in batch.rows for block in seq.blocks}))
+                if early:
+                    self.results(len(self.steps))
             self.turn()
+
+    def results(self, steps: int) -> Seq[RowResult]:
+        """Runs the oldest of those that are out, in their order. What the last of them came to."""
+        for step in self.steps[:steps]:
+            step.early = step.early or self.model.run(step.batch)
+        assert step.early is not None
+        return step.early
 
     @precondition(lambda self: self.out is not None)
     @rule()
@@ -167,7 +189,7 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(row=st.integers(0, 9))
     def step_is_back_and_a_row_raised(self, row: int) -> None:
         assert self.out is not None
-        results = list(self.early if self.early is not None else self.model.run(self.out))
+        results = list(self.results(1))
         row %= len(self.out.rows)
         results[row] = NO_TOKEN
         self.carry(self.worker.fail_row(self.out.rows[row], "it raised", self.now))
@@ -175,15 +197,15 @@ class WorkerMachine(RuleBasedStateMachine):
 
     def finish(self, results: Seq[RowResult] | None = None) -> None:
         assert self.out is not None
-        batch, self.out, self.read = self.out, None, set()
-        results = results or self.early or self.model.run(batch)
-        self.early = None
+        results = results or self.results(1)
+        batch = self.steps.pop(0).batch
         self.carry(self.worker.finish(batch, results, 0.1, self.now))
         self.turn()
 
     def step(self) -> None:
-        """A whole one."""
-        self.step_begins(False)
+        """A whole one, beside as many others as may be out."""
+        for _ in range(self.max_inflight):
+            self.step_begins(False)
         if self.out is not None:
             self.finish()
 
@@ -225,10 +247,19 @@ class WorkerMachine(RuleBasedStateMachine):
     def check_batch(self, batch: Batch) -> None:
         assert len(batch.rows) <= SLOTS
         assert batch.num_tokens <= self.budget(batch), "the step's budget is exceeded"
+        at = 0
         for seq, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+            before = [step.batch for step in self.steps if seq in step.batch.rows]
             covered = len(seq.blocks) * self.core.block_size
-            assert covered >= len(seq.tokens), "a prompt runs without room for the whole of it"
-            assert start == seq.num_computed and 0 < count <= seq.left
+            assert covered >= len(seq.tokens) + len(before), "a prompt runs without room for the whole of it"
+            token, at = batch.token_ids[at], at + count
+            assert (token < 0) == bool(before) <= batch.ahead, "who is out stands for what is to come"
+            if before:
+                place = before[0].rows.index(seq)
+                assert token == -1 - place and start == before[0].starts[place] + before[0].counts[place]
+                assert count == 1 and len(seq.tokens) + 1 < seq.max_len, "it ends by its length before that"
+            else:
+                assert start == seq.num_computed and 0 < count <= seq.left
 
     def budget(self, batch: Batch) -> int:
         return self.core.max_num_batched_tokens
@@ -236,7 +267,7 @@ class WorkerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         self.core.pool.check()
-        out = self.out.rows if self.out is not None else []
+        out = [seq for step in self.steps for seq in step.batch.rows]
         holders = {id(seq): seq for seq in (*self.sequences(), *out)}.values()
         held = [block for seq in holders for block in seq.blocks]
         assert self.core.pool.held == len(set(held)), "a block without an owner"
@@ -246,7 +277,9 @@ class WorkerMachine(RuleBasedStateMachine):
             )
         slots = [seq.slot for seq in holders if seq.slot >= 0]
         assert len(set(slots)) == len(slots) and len(slots) + self.core.free_slots == SLOTS
-        assert self.read <= set(held), "freed under a step"
+        assert set().union(*(step.read for step in self.steps)) <= set(held), "freed under a step"
+        for seq in holders:
+            assert seq.in_batch == sum(seq in step.batch.rows for step in self.steps)
 
     @invariant()
     def one_attempt_of_each(self) -> None:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from bench.virtual_model import continuation
-from common.batching import Batch, Sequence
+from common.batching import Batch
 from common.effects import Effect, ToSender
 from common.messages import AboutRequest, Block, Cancel, Decode, Handover, Later, Nack, Offer, Revoke
 from common.request import Key, WorkerId, pack_ids
+from common.sequence import Sequence
 from decode_node.scheduler import MIN_CHUNK
 from decode_node.worker import DecodeWorker
 from tests.common.stepping import BLOCK
@@ -51,7 +52,14 @@ class DecodeMachine(WorkerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.receiver = TransferReceiver(block_bytes=100)
-        self.node = DecodeWorker(self.core, self.receiver, fingerprint="fp", block_bytes=100, max_waiting=3)
+        self.node = DecodeWorker(
+            self.core,
+            self.receiver,
+            fingerprint="fp",
+            block_bytes=100,
+            max_waiting=3,
+            max_inflight=self.max_inflight,
+        )
         self.worker = self.node
         self.offered: dict[Key, WorkerId] = {}  # by whom last
         self.to_offer: dict[Key, WorkerId] = {}  # again, by honest senders
@@ -203,3 +211,13 @@ class DecodeMachine(WorkerMachine):
 
 DecodeMachine.TestCase.settings = histories(100, steps=60)
 TestDecodeWorker = DecodeMachine.TestCase
+
+
+class TwoBatchesOut(DecodeMachine):
+    """On a device the next step is decided while one runs: some rows stand for tokens that nobody knows yet."""
+
+    max_inflight = 2
+
+
+TwoBatchesOut.TestCase.settings = histories(100, steps=60)
+TestTwoBatchesOut = TwoBatchesOut.TestCase

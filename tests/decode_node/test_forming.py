@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from common.batching import Sequence
 from common.lifecycle import Phase
 from common.request import Key
+from common.sequence import Sequence
 from decode_node.forming import AT_ONCE, STATIC_LIMIT_S, Continuous, RequestLevel
 from decode_node.scheduler import DecodeScheduler
 from tests.common.stepping import attempt, check_whole, expected, make_core, model_for, prompt, request

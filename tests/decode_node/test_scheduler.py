@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from common.batching import Batch, Sequence
+from common.batching import Batch
 from common.lifecycle import Phase
 from common.request import Key, pack_ids
+from common.sequence import Sequence
 from decode_node.scheduler import ASKS_FOR_S, MAX_PASSES, MIN_CHUNK, DecodeScheduler, Outcome
 from tests.common.stepping import (
     BLOCK,
@@ -26,9 +30,11 @@ from tests.common.stepping import (
 class Bench:
     """A scheduler, a virtual model, and what each answer came to."""
 
-    def __init__(self, num_blocks: int = 64, *, max_num_seqs: int = 8, caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int = 64, *, max_num_seqs: int = 8, caching: bool = True, max_inflight: int = 1
+    ) -> None:
         self.core = make_core(num_blocks, max_num_seqs=max_num_seqs, caching=caching)
-        self.scheduler = DecodeScheduler(self.core)
+        self.scheduler = DecodeScheduler(self.core, max_inflight=max_inflight)
         self.model = model_for(self.core)
         self.now = 0.0
         self.answers: dict[Key, list[int]] = {}
@@ -453,3 +459,120 @@ def test_a_local_prefill_is_not_passed_by_transfers_for_ever() -> None:
     for seq in bench.scheduler.sequences():
         bench.scheduler.end(seq.key, Phase.ABORTED, bench.now)
     check_whole(bench.core)
+
+
+# ---------------------------------------------------------------- two batches out
+
+
+def ahead_of(bench: Bench) -> tuple[Batch, Batch]:
+    """Two steps begun, the second while the first is out."""
+    first, second = bench.schedule(), bench.schedule()
+    assert first is not None and second is not None
+    assert bench.schedule() is None, "two are out"
+    return first, second
+
+
+def test_story_of_a_token_that_nobody_knows_yet() -> None:
+    """1 two decode rows go out  2 and again, each for what its own row is about to sample  3 the first comes back, the
+    third goes out beside the second  4 nothing is computed past the answer's length."""
+    bench = Bench(max_inflight=2)
+    bench.transferred("a", prompt(8), 6)
+    bench.transferred("b", prompt(5, 300), 3)
+    first, second = ahead_of(bench)
+    assert first.token_ids[0] >= 0 and not first.ahead
+    assert second.ahead and second.token_ids == [-1, -2] and second.starts == [9, 6]
+    bench.finish(first)
+    third = bench.schedule()
+    assert third is not None and third.token_ids == [-1], "b's third token is on its way and the last"
+    assert [outcome.finish for outcome in bench.finish(second)] == [None, "length"]
+    bench.finish(third)
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_story_of_an_answer_that_had_ended() -> None:
+    """1 an end token comes back  2 its row in the next batch was for nothing  3 its blocks stay until that is back."""
+    bench = Bench(max_inflight=2, caching=False)
+    ids = prompt(8)
+    wanted = expected(ids, 9)
+    seq = bench.scheduler.add(request("a", ids, 9, end_ids=(wanted[2],)), attempt(), b"", bench.now)
+    bench.wanted[seq.key], bench.answers[seq.key] = wanted[:3], []
+    bench.step()
+    first, second = ahead_of(bench)
+    bench.finish(first)
+    third = bench.schedule()
+    assert third is not None and third.token_ids == [-1]
+    held = bench.core.pool.held
+    [outcome] = bench.finish(second)
+    assert outcome.finish == "stop" and seq.over and bench.core.pool.held == held > 0
+    assert bench.finish(third) == [], "never shown"
+    bench.check_exact_and_empty()
+
+
+def test_story_of_rows_that_need_their_token_here() -> None:
+    """Log-probabilities, penalties and grammars are the host's: such rows wait until their token is seen."""
+    bench = Bench(max_inflight=2)
+    asked: list[dict[str, Any]] = [
+        {"logprobs": 1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1.0},
+    ]
+    for number, changes in enumerate(asked):
+        ids = prompt(6, 100 * number)
+        made = request(f"r{number}", ids, 5)
+        made = replace(made, sampling=replace(made.sampling, **changes))
+        bench._expect(bench.scheduler.add(made, attempt(), b"", bench.now), ids, 5)
+    free = bench.add("free", prompt(7, 900), 6)
+    while bench.scheduler.num_waiting or bench.scheduler._prefilling:
+        bench.step()
+    first, second = ahead_of(bench)
+    assert len(first.rows) == 5 and [seq.key for seq in second.rows] == [free]
+    bench.finish(first)
+    third = bench.schedule()
+    assert third is not None and len(third.rows) == 5 and sum(token < 0 for token in third.token_ids) == 1
+    bench.finish(second)
+    bench.finish(third)
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
+def test_story_of_no_block_for_a_second_batch() -> None:
+    """1 blocks run out while a batch is out  2 nobody is put out under it: there is no second one  3 it comes back, and
+    the last by order is preempted as always."""
+    bench = Bench(7, max_inflight=2, caching=False)
+    bench.add("a", prompt(10), 14)
+    bench.add("b", prompt(10, 300), 14)
+    preempted = 0
+    for _ in range(200):
+        if not len(bench.scheduler):
+            break
+        out = [batch for batch in (bench.schedule(), bench.schedule()) if batch is not None]
+        for batch in out:
+            assert all(seq.life.phase is not Phase.PREEMPTED for seq in batch.rows)
+            bench.finish(batch)
+        preempted += len(out) == 1
+    assert bench.scheduler.preemptions > 0 and preempted > 0
+    bench.check_exact_and_empty()
+
+
+@pytest.mark.parametrize("num_blocks", [12, 16, 64])
+def test_two_batches_out_say_what_one_says(num_blocks: int) -> None:
+    chance = random.Random(num_blocks)
+    work = [(prompt(chance.randrange(1, 30), 100 * n), chance.randrange(1, 16)) for n in range(20)]
+    said = []
+    for max_inflight in (1, 2):
+        bench = Bench(num_blocks, max_num_seqs=5, max_inflight=max_inflight)
+        for number, (ids, count) in enumerate(work):
+            bench.add(f"r{number}", ids, count, priority=number % 3)
+        out: list[Batch] = []
+        most = 0
+        while len(bench.scheduler) or out:
+            while len(out) < max_inflight and (batch := bench.schedule()) is not None:
+                out.append(batch)
+            most = max(most, len(out))
+            bench.finish(out.pop(0))
+        assert most == max_inflight
+        bench.check_exact_and_empty()
+        said.append(bench.answers)
+    assert said[0] == said[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from common.batching import Sequence
 from common.effects import Effect, SendBlock, ToReceiver
 from common.messages import (
     AboutRequest,
@@ -29,6 +28,7 @@ from common.messages import (
     Revoke,
 )
 from common.request import Key, WorkerId
+from common.sequence import Sequence
 from prefill_node.worker import PrefillWorker
 from tests.common.stepping import BLOCK, OTHER_TARGET, TARGET
 from tests.common.worker_machine import (

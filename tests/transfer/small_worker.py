@@ -14,7 +14,7 @@ LIMIT_S = 5.0
 
 
 class SmallWorker:
-    def __init__(self) -> None:
+    def __init__(self, max_inflight: int = 1) -> None:
         core = BatchingCore(
             BlockPool(256),
             block_size=16,
@@ -25,7 +25,13 @@ class SmallWorker:
         )
         self.pool = core.pool
         self.model = VirtualModel(num_blocks=256, block_size=16, max_num_seqs=4)
-        self.node = DecodeWorker(core, TransferReceiver(block_bytes=100), fingerprint="f", block_bytes=100)
+        self.node = DecodeWorker(
+            core,
+            TransferReceiver(block_bytes=100),
+            fingerprint="f",
+            block_bytes=100,
+            max_inflight=max_inflight,
+        )
 
 
 def decode_of(name: str, max_tokens: int) -> Decode:

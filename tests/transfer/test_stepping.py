@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from bench.virtual_model import continuation
 from common.batching import Batch
 from common.effects import Effect, ToCoordinator, ToFront
 from common.messages import Ended, Started, Tokens
@@ -260,3 +262,125 @@ def test_after_the_end_no_step_begins() -> None:
     scene.give("b", 5)
     time.sleep(0.02)
     assert scene.steps == 1
+
+
+# --- two batches out ---
+
+
+class Device(Scene):
+    """Takes batches as a device does: they are put behind each other, and run while the host does something else."""
+
+    def __init__(self) -> None:
+        SmallWorker.__init__(self, max_inflight=2)
+        self.stepping = Stepping(self.node, self._step, self._heard, self._launch)
+        self.steps = self.heard = self.out = self.most_out = self.rows = 0
+        self.raises = False
+        self.raises_at: set[int] = set()
+        self.ends = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self._runs = ThreadPoolExecutor(1)
+
+    def collect(self) -> list[Any]:
+        return [effect.message for effect in self.said() if isinstance(effect, (ToCoordinator, ToFront))]
+
+    def _launch(self, batch: Batch) -> Callable[[], Any]:
+        self.out += 1
+        self.rows += len(batch.rows)
+        self.most_out = max(self.most_out, self.out)
+        number = self.steps
+        self.steps += 1
+        running = self._runs.submit(self.model.run, batch)
+
+        def wait() -> Any:
+            assert self.may_go_on.wait(LIMIT_S)
+            results = running.result(LIMIT_S)
+            self.out -= 1
+            if number in self.raises_at:
+                raise RuntimeError("a fault of ours")
+            return results, {}
+
+        return wait
+
+
+def test_a_step_is_put_behind_the_one_that_runs() -> None:
+    device = Device()
+    device.give_all("abc", 30)
+    device.comes_to([(key, "finished", True) for key in (A, B, C)])
+    assert device.most_out == 2 and device.steps == 30
+    assert device.rows == 90 and device.out == 0, "no row for nothing: answers end by their length"
+    device.stepping.end()
+
+
+def test_the_device_has_its_next_step_before_the_host_has_seen_the_last() -> None:
+    device = Device()
+    device.give("a", 50)
+    device.until(lambda: device.steps > 3)
+    device.may_go_on.clear()
+    device.until(lambda: device.out == 2)
+    time.sleep(0.02)
+    assert device.out == 2, "and no third one"
+    device.may_go_on.set()
+    device.comes_to([(A, "finished", True)])
+    device.stepping.end()
+
+
+def test_a_request_aborted_with_two_steps_out_gives_its_blocks_back_after_both() -> None:
+    device = Device()
+    device.give("a", 1000)
+    device.until(lambda: device.steps > 5)
+    device.may_go_on.clear()
+    device.until(lambda: device.out == 2)
+    with device.stepping.lock:
+        [ended] = device.node.abort(A, "the client left", time.monotonic())
+        assert isinstance(ended, ToCoordinator) and device.node.idle and device.pool.held > 0
+    device.may_go_on.set()
+    device.until(lambda: device.stepping.started is None)
+    assert device.pool.held == 0 and device.out == 0
+    device.give("b", 5)
+    device.comes_to([(B, "finished", True)])
+    device.stepping.end()
+
+
+@pytest.mark.parametrize("at", [{0}, {7}, {7, 8}, {11}, {12}])
+def test_steps_that_raise_cost_their_requests_and_nothing_else(at: set[int]) -> None:
+    device = Device()
+    device.raises_at = at
+    device.give_all("ab", 12)
+    fate = "finished" if at == {12} else "failed"
+    device.comes_to([(A, fate, fate == "finished"), (B, fate, fate == "finished")])
+    device.raises_at = set()
+    device.give("c", 5)
+    device.until(lambda: device.node.idle and device.stepping.started is None)
+    assert device.ended()[-1] == (C, "finished", True) and device.pool.held == 0 and device.out == 0
+    device.pool.check()
+    device.stepping.end()
+
+
+def test_a_second_step_that_cannot_be_decided_leaves_the_one_that_runs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    add_rows_ahead, times = device.node._core.add_rows_ahead, [1]
+
+    def bad(*given: Any) -> Any:
+        add_rows_ahead(*given)
+        if times and device.steps > 6:
+            times.pop()
+            raise RuntimeError("over the second step")
+
+    monkeypatch.setattr(device.node._core, "add_rows_ahead", bad)
+    device.give_all("abc", 12)
+    said = device.collect()
+    device.until(lambda: device.node.idle and device.stepping.started is None)
+    said += device.collect()
+    ends = [(m.key, m.outcome) for m in said if isinstance(m, Ended)]
+    assert ends == [(C, "failed"), (A, "finished"), (B, "finished")]
+    for key in (A, B):
+        ids = [
+            i for m in said if isinstance(m, Tokens) for row in m.rows if row.id == key[0] for i in row.ids
+        ]
+        assert ids == continuation(list(range(20)), 12)
+    assert device.pool.held == 0 and device.out == 0
+    device.pool.check()
+    device.stepping.end()

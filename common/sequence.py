@@ -1,0 +1,113 @@
+"""One request on a worker, as the batching core sees it: its tokens, blocks and place. Pure."""
+
+from __future__ import annotations
+
+from common.lifecycle import Life, Phase
+from common.request import Attempt, Key, Request, unpack_ids
+
+NO_SLOT = -1
+
+
+class Sequence:
+    """One request on this worker.
+
+    `scored` counts the prompt tokens whose log-probabilities are said; where none are asked for, it is all of them.
+    The first token has none. An attempt that starts with output tokens owes none either: the front takes no output
+    before the prompt's are complete. `found_tokens` are those whose KV was in a cache when the present blocks were
+    taken; `lost_tokens` is set by its end.
+    """
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "cached_tokens",
+        "chain",
+        "end_token_ids",
+        "found_tokens",
+        "in_batch",
+        "key",
+        "life",
+        "lost_tokens",
+        "max_len",
+        "max_outputs",
+        "num_computed",
+        "order",
+        "over",
+        "preemptions",
+        "prompt_len",
+        "published",
+        "request",
+        "scored",
+        "seed",
+        "slot",
+        "start_len",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, attempt: Attempt, output_ids: bytes, arrival: int, phase: Phase, now: float
+    ) -> None:
+        self.request = request
+        self.key: Key = (request.request_id, attempt)
+        self.tokens = unpack_ids(request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.tokens += unpack_ids(output_ids)
+        self.start_len = len(self.tokens)
+        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None or output_ids else 1
+        self.max_outputs = request.sampling.max_tokens
+        self.max_len = self.prompt_len + self.max_outputs
+        self.end_token_ids = request.sampling.end_token_ids
+        self.num_computed = 0
+        self.cached_tokens = self.found_tokens = 0
+        self.lost_tokens = 0
+        self.blocks: list[int] = []
+        self.chain: list[bytes] = []
+        self.seed = b""
+        self.published = 0
+        self.slot = NO_SLOT
+        self.in_batch = 0  # of the batches that are out
+        self.over = False
+        self.preemptions = 0
+        self.arrival = arrival
+        self.order = (request.priority, arrival)
+        self.life = Life(phase, now)
+
+    @property
+    def owes_scores(self) -> bool:
+        """Prompt tokens from `scored` on have no log-probabilities yet, and are to have some."""
+        return self.scored < self.prompt_len
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV was computed for it, here or on the way here, and would be lost with its blocks."""
+        return self.num_computed - self.found_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def left(self) -> int:
+        """Tokens without KV."""
+        return len(self.tokens) - self.num_computed
+
+
+def may_go_ahead(seq: Sequence) -> bool:
+    """Whether the token after the one that is on its way can be computed before the host has seen that one. What ends
+    an answer by its length is known; an end token is not, and then the row comes to nothing."""
+    sampling = seq.request.sampling
+    on_host = (
+        sampling.grammar is not None
+        or sampling.logprobs is not None
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+    return not on_host and len(seq.tokens) + 1 < seq.max_len
+
+
+def finish_reason(seq: Sequence, token: int) -> str | None:
+    """Whether the answer ends with `token`, just appended to `seq`: "stop", "length", or None."""
+    if token in seq.end_token_ids:
+        return "stop"
+    return "length" if len(seq.tokens) >= seq.max_len else None
