@@ -44,8 +44,9 @@ class VirtualLoop:
         self.frozen = False
         self._registered = False
         self._answered_at = self._clock.now
-        self.batch: Batch | None = None  # of the step that is out
-        self._late_step: Callable[[], None] | None = None  # came back while frozen
+        self.batches: list[Batch] = []  # of the steps that are out, oldest first
+        self._steps_until = self._clock.now  # one after the other
+        self._late_steps: list[Callable[[], None]] = []  # came back while frozen
         self._unread: list[tuple[Parcel, bool]] = []  # came while frozen
         self._timer = _NEVER
         self._drain_until = _NEVER
@@ -82,9 +83,9 @@ class VirtualLoop:
         self.frozen = False
         if not self.alive:
             return
-        if self._late_step is not None:
-            self._late_step()
-        self._late_step = None
+        late, self._late_steps = self._late_steps, []
+        for step in late:
+            step()
         unread, self._unread = self._unread, []
         for parcel, intact in unread:
             self._receive(parcel, intact)
@@ -197,10 +198,12 @@ class VirtualLoop:
     def turn(self) -> None:
         """What an engine's loop does after every event."""
         worker, now = self.worker, self._clock.now
-        if self.batch is None:
-            self.batch = worker.node.schedule(now)
-            if self.batch is not None:
-                self._step(self.batch)
+        while len(self.batches) < worker.max_inflight:
+            batch = worker.node.schedule(now)
+            if batch is None:
+                break
+            self.batches.append(batch)
+            self._step(batch)
         self.carry_out(worker.node.turn(now))
         deadline = worker.node.next_deadline()
         if deadline is not None and (self._timer == _NEVER or not now < self._timer <= deadline):
@@ -217,15 +220,16 @@ class VirtualLoop:
     def _step(self, batch: Batch) -> None:
         step_s = self.worker.step_time.seconds(batch)
         life = self.worker.incarnation
-        self._clock.at(self._clock.now + step_s, lambda: self._step_done(batch, step_s, life))
+        self._steps_until = max(self._clock.now, self._steps_until) + step_s
+        self._clock.at(self._steps_until, lambda: self._step_done(batch, step_s, life))
 
     def _step_done(self, batch: Batch, step_s: float, life: Incarnation) -> None:
         if not self.alive or self.worker.incarnation != life:
             return
         if self.frozen:
-            self._late_step = lambda: self._step_done(batch, step_s, life)
+            self._late_steps.append(lambda: self._step_done(batch, step_s, life))
             return
-        self.batch = None
+        self.batches.remove(batch)
         results = self.worker.compute(batch)
         self.carry_out(self.worker.node.finish(batch, results, step_s, self._clock.now))
         self.turn()

@@ -35,7 +35,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One worker's size, and how its batches form: `batch_timeout_s` makes it one of whole batches."""
+    """One worker's size, and how its batches form: `batch_timeout_s` makes it one of whole batches. `max_inflight` is a
+    decode worker's: batches that may be out at a time."""
 
     num_blocks: int = 256
     block_size: int = 16
@@ -43,6 +44,7 @@ class Shape:
     max_num_batched_tokens: int = 256
     prefix_caching: bool = True
     batch_timeout_s: float | None = None
+    max_inflight: int = 1
 
 
 class VirtualWorker:
@@ -88,7 +90,12 @@ class VirtualWorker:
                 fingerprint=FINGERPRINT,
                 block_bytes=BLOCK_BYTES,
                 forming=None if timeout_s is None else RequestLevel(shape.max_num_seqs, timeout_s),
+                max_inflight=shape.max_inflight,
             )
+
+    @property
+    def max_inflight(self) -> int:
+        return self.shape.max_inflight if self.role == "decode" else 1
 
     @property
     def address(self) -> PeerAddress:

@@ -90,7 +90,7 @@ class StoryCluster(VirtualCluster):
 
     def is_computing(self, name: str) -> bool:
         """A step of its is out."""
-        return self.loops[WorkerId(name)].batch is not None
+        return bool(self.loops[WorkerId(name)].batches)
 
     def phase_at(self, worker: str, request: str) -> str | None:
         """What the worker says of it, None where it holds nothing of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -111,6 +112,25 @@ def test_every_request_ends_once_exact_and_nothing_is_left(seed: int) -> None:
     run = Run(seed, shape=SMALL if seed % 2 else None)
     run.to_the_end()
     run.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("prefill", [0, 2])
+def test_two_batches_out(prefill: int, seed: int) -> None:
+    """Decode workers as they are on a device: the next step is decided while one runs."""
+    shape = replace(SMALL if seed % 2 else Shape(), max_inflight=2)
+    run = Run(seed, shape=shape, prefill=prefill)
+    at_once = [0]
+    run.cluster.at(2.5, lambda: _watch(run.cluster, at_once))
+    run.to_the_end()
+    run.check()
+    assert at_once == [2]
+
+
+def _watch(cluster: VirtualCluster, at_once: list[int]) -> None:
+    at_once[0] = max(at_once[0], *(len(loop.batches) for loop in cluster.loops.values()))
+    if cluster.now < 8.0:
+        cluster.at(cluster.now + 0.01, lambda: _watch(cluster, at_once))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -113,9 +113,7 @@ class Scene:
             case Station.QUEUED:
                 for name in fillers:
                     self.ask(name, 2 * SHORT_TOKENS, OUTPUT_TOKENS)
-                self.until(
-                    lambda: all(self.loop(f"prefill-{i}").batch is not None for i in range(self.pairs))
-                )
+                self.until(lambda: all(self.loop(f"prefill-{i}").batches for i in range(self.pairs)))
                 self.watch(SHORT_TOKENS)
             case Station.SENDING:
                 held = self.post.meet(
@@ -179,9 +177,9 @@ class Scene:
             assert isinstance(target.worker.transfers, TransferReceiver)
             accepted = any(key[0] == WATCHED for key in target.worker.node.live_keys())
             return Station.SENDING if accepted else Station.PREFILLED
-        batch = loop.batch
-        if phase != Phase.PREFILLING or batch is None:
+        if phase != Phase.PREFILLING or not loop.batches:
             return None
+        batch = loop.batches[0]
         for seq, start, samples in zip(batch.rows, batch.starts, batch.samples, strict=True):
             if seq.request.request_id == WATCHED:
                 if samples:
