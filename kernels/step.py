@@ -4,15 +4,18 @@ The `...Like` classes are structural: any object with these fields will do, so t
 folder that decides what is batched.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from kernels.gpu.device_step import DeviceStep
+if TYPE_CHECKING:
+    from kernels.gpu.device_step import DeviceStep
 
 
 class GrammarLike(Protocol):
@@ -168,7 +171,7 @@ class StepLayout:
     @classmethod
     def make(
         cls, starts: np.ndarray, counts: np.ndarray, tables: np.ndarray, block_size: int, device: torch.device
-    ) -> "StepLayout":
+    ) -> StepLayout:
         """The same with one table per row, `[rows, width]`."""
         return cls(starts, counts, np.arange(len(starts)), tables, block_size, device)
 
@@ -198,6 +201,8 @@ class StepLayout:
     @cached_property
     def on_device(self) -> DeviceStep:
         """The same for kernels on the device. What keeps a step's arrays there already sets it."""
+        from kernels.gpu.device_step import DeviceStep  # nothing of a GPU is imported where there is none
+
         rows = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
         positions = np.arange(len(rows), dtype=np.int32) - self.firsts[rows] + self.starts[rows]
         tables = self.row_tables()
