@@ -4,7 +4,8 @@ Shape `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]`; part 0
 K lies transposed (`[head_dim, block_size]`: a score kernel takes one key per lane, so no sum crosses lanes) and V
 as it comes (`[block_size, head_dim]`). In bf16 two neighbours of the summed dimension lie together (K
 `[head_dim / 2, block_size, 2]`, V `[block_size / 2, head_dim, 2]`): the form that matrix units and bf16 dot products
-take, and one in which plain lanes widen a number with one shift. Everyone else treats a block as opaque bytes.
+take, and one in which plain lanes widen a number with one shift. On a GPU K lies as V does (`token_major`): a key's
+numbers side by side are what its loads take together. Everyone else treats a block as opaque bytes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class CacheLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    token_major: bool = False
 
     @property
     def block_elements(self) -> int:
@@ -57,11 +59,13 @@ class CacheLayout:
     @property
     def together(self) -> int:
         """How many neighbours of the summed dimension lie side by side: 2 in bf16 where sizes are even, else 1."""
-        even = self.head_dim % 2 == 0 and self.block_size % 2 == 0
+        even = self.head_dim % 2 == 0 and self.block_size % 2 == 0 and not self.token_major
         return 2 if even and self.dtype == torch.bfloat16 else 1
 
     def describe(self) -> dict[str, str | int]:
         inner = "k:dim,token|v:token,dim" if self.together == 1 else "k:dim/2,token,2|v:token/2,dim,2"
+        if self.token_major:
+            inner = "k:token,dim|v:token,dim"
         return {
             "kv_dtype": dtype_name(self.dtype),
             "kv_layout": f"block(layer,kv,head,({inner}))",
@@ -132,6 +136,10 @@ class PagedCache:
         """Writes keys and values `[tokens, num_kv_heads, head_dim]` to their `blocks` and `offsets`, `[tokens]`."""
         layout, group = self.layout, self.layout.together
         k, v = k.to(layout.dtype), v.to(layout.dtype)
+        if layout.token_major:
+            both = self.token_major()[:, layer]
+            both[blocks, 0, :, offsets], both[blocks, 1, :, offsets] = k, v
+            return
         pairs = k.reshape(len(k), layout.num_kv_heads, layout.head_dim // group, group)
         self._parts(layer, 0, layout.head_dim, layout.block_size)[blocks, :, :, offsets] = pairs
         self._parts(layer, 1, layout.block_size, layout.head_dim)[
@@ -140,11 +148,19 @@ class PagedCache:
 
     def keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """A copy `[*blocks, num_kv_heads, head_dim, block_size]` of one layer's keys."""
+        if self.layout.token_major:
+            return self.token_major()[:, layer, 0][blocks].transpose(-1, -2)
         return self._gather(layer, 0, blocks, self.layout.head_dim, self.layout.block_size)
 
     def values(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """A copy `[*blocks, num_kv_heads, block_size, head_dim]` of one layer's values."""
         return self._gather(layer, 1, blocks, self.layout.block_size, self.layout.head_dim)
+
+    def token_major(self) -> torch.Tensor:
+        """View `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, of such a cache."""
+        layout = self.layout
+        assert layout.token_major
+        return self.tensor.view(*self.tensor.shape[:-1], layout.block_size, layout.head_dim)
 
     def _parts(self, layer: int, part: int, outer: int, inner: int) -> torch.Tensor:
         """View `[num_blocks, num_kv_heads, outer / together, inner, together]`."""
