@@ -5,7 +5,7 @@ exchange blocks only when they use the same.
 """
 
 import logging
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -24,6 +24,8 @@ class Backend(Protocol):
     """Every method is batch-invariant: a token's result depends on that token and its own cached keys alone."""
 
     name: str
+    on_device: bool
+    """Its kernels are a device's: they take a token-major cache, and read a step's arrays there."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x `[tokens, size]`; weights are fp32."""
@@ -64,6 +66,7 @@ class TorchBackend:
     """The reference kernels, on any device."""
 
     name = "torch"
+    on_device = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -102,11 +105,24 @@ class TorchBackend:
         return attend(q, step, cache, layer).view(len(q), -1).to(cache.layout.dtype)
 
 
+BackendName = Literal["auto", "native", "torch", "triton"]
+
+
 def choose_backend(
-    device: torch.device, head_dim: int, block_size: int, threads: int, dtype: torch.dtype
+    device: torch.device,
+    head_dim: int,
+    block_size: int,
+    threads: int,
+    dtype: torch.dtype,
+    max_len: int = 8192,
+    wanted: BackendName = "auto",
 ) -> Backend:
-    """The fastest backend that was built and fits; the same for every worker of one model on a machine. A CPU that
-    gets the slow one is told why."""
+    """The fastest backend that was built and fits; the same for every worker of one model on a machine. Who gets the
+    slow one is told why. `wanted`: for tests and comparisons; Triton on a CPU is its interpreter."""
+    if wanted == "torch":
+        return TorchBackend()
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        return _triton(device, head_dim, block_size, dtype, max_len)
     if device.type != "cpu":
         return TorchBackend()
     native = load_native()
@@ -118,4 +134,18 @@ def choose_backend(
             f"head_dim {head_dim} and block size {block_size} must both be multiples of {NativeBackend.LANES}"
         )
     log.warning("attention runs in torch, 20 to 60 times slower than in C: %s", why)
+    return TorchBackend()
+
+
+def _triton(
+    device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype, max_len: int
+) -> Backend:
+    # Nothing of Triton is imported where there is no GPU.
+    from kernels.gpu.backend import TritonBackend, why_not
+    from kernels.gpu.tuning import attention_launch
+
+    why = why_not(head_dim, block_size)
+    if why is None:
+        return TritonBackend(attention_launch(head_dim, dtype, max_len, device))
+    log.warning("the reference kernels of torch run, far slower than those in Triton: %s", why)
     return TorchBackend()

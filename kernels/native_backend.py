@@ -30,6 +30,7 @@ class NativeBackend:
     """
 
     LANES = 16
+    on_device = False
 
     def __init__(
         self, native: ModuleType, threads: int, variant: str | None = None, takes_tiles: bool = True

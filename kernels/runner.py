@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.backend import choose_backend
+from kernels.backend import BackendName, choose_backend
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, PoolMemory, dtype_name
 from kernels.device import OnGpu, gib, resolve_device
 from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
@@ -347,6 +347,7 @@ def load_runner(
     progress: Progress | None = None,
     pool_memory: PoolMemory | None = None,
     gpu: OnGpu | None = None,
+    backend: BackendName = "auto",
 ) -> ModelRunner:
     """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`; a GPU is profiled without.
 
@@ -359,12 +360,13 @@ def load_runner(
     config = ModelConfig.from_folder(folder)
     length = _served_length(config, max_model_len)
     weight_dtype = resolve_dtype(dtype, config)
-    layout = CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, weight_dtype)
+    choice = choose_backend(place, config.head_dim, block_size, threads, weight_dtype, length, backend)
+    heads = (config.num_layers, config.num_kv_heads, config.head_dim)
+    layout = CacheLayout(*heads, block_size, weight_dtype, token_major=choice.on_device)
     num_blocks = asked_blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
-        backend = choose_backend(place, config.head_dim, block_size, threads, weight_dtype)
-        model = load_model(checkpoint, weight_dtype, place, backend, length, threads, progress)
+        model = load_model(checkpoint, weight_dtype, place, choice, length, threads, progress)
     gpu = gpu or OnGpu()
     if num_blocks is None:
         from kernels.gpu.memory import profiled_blocks
@@ -379,7 +381,7 @@ def load_runner(
             f"no room for {num_blocks} KV blocks ({size}) on {place}: lower --kv-cache-memory or --num-kv-blocks"
         ) from error
     grammars = GrammarCompiler(folder, config.vocab_size)
-    on_device = gpu if backend.name == "triton" else None
+    on_device = gpu if choice.on_device else None
     return ModelRunner(model, cache, max_num_seqs, length, threads, revision, grammars, on_device)
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 UNCOUNTED_BYTES = 640 << 20
 """Of a process on a GPU, beside what torch's allocator has: context and modules 400 to 500 MiB, cuBLAS the rest.
-By what NVIDIA states of Hopper, not measured here."""
+An estimate, not measured."""
 SPARE_BYTES = 64 << 20
 """Never given away of what is free: allocations that are rounded up."""
 

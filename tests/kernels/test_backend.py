@@ -32,6 +32,6 @@ def test_a_missing_extension_is_named(
     assert record.levelname == "WARNING" and "the C extension was not built" in record.message
 
 
-def test_a_gpu_gets_torch_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(choose_backend(torch.device("cuda"), 20, 16, 1, torch.float16), TorchBackend)
-    assert not caplog.records
+def test_a_gpu_whose_model_no_kernel_takes_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(choose_backend(torch.device("cuda"), 300, 16, 1, torch.float16), TorchBackend)
+    assert "head_dim 300" in caplog.text

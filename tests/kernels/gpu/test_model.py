@@ -1,0 +1,64 @@
+"""Whole models on the Triton path, in the interpreter: the CPU path's tokens, and the same bits however computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.runner import ModelRunner, load_runner
+from tests.kernels.driving import Sampling, fill_with_nan, generate, random_prompts
+from tests.kernels.tiny_models import save_model
+
+BLOCK = 16
+
+
+def runner(folder: Path, backend: str, dtype: str = "float32") -> ModelRunner:
+    made = load_runner(
+        str(folder), dtype=dtype, device="cpu", block_size=BLOCK, num_blocks=24, max_num_seqs=4,
+        max_model_len=160, backend=backend,  # type: ignore[arg-type]
+    )  # fmt: skip
+    fill_with_nan(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3, the one family that norms queries and keys too."""
+    target: Path = tmp_path_factory.mktemp("model")
+    save_model("qwen3-qk-norm", target)
+    return target
+
+
+def test_tokens_are_those_of_the_cpu_path(folder: Path) -> None:
+    prompts = random_prompts([1, 18], 211)
+    triton = generate(runner(folder, "triton"), prompts, 3)
+    for backend in ("native", "torch"):
+        told = generate(runner(folder, backend), prompts, 3)
+        assert [[token for token, _ in row] for row in triton] == [
+            [token for token, _ in row] for row in told
+        ]
+    assert runner(folder, "triton").attention_backend.startswith("triton:")
+
+
+def test_bits_are_the_same_in_chunks_alone_in_a_batch_and_recomputed(folder: Path) -> None:
+    """Log-probabilities tell bits. Recomputed: prompt and output of one that was put out, as one prompt."""
+    prompts = random_prompts([2, 18], 211)
+    sampling = [Sampling(logprobs=2)] * 2
+    together = generate(runner(folder, "triton"), prompts, 4, sampling=sampling)
+    chunked = generate(runner(folder, "triton"), prompts, 4, sampling=sampling, chunk=7)
+    assert chunked == together
+    for prompt, outputs in zip(prompts, together, strict=True):
+        assert generate(runner(folder, "triton"), [prompt], 4, sampling=sampling[:1]) == [outputs]
+        tokens = [token for token, _ in outputs]
+        (again,) = generate(runner(folder, "triton"), [prompt + tokens[:2]], 2, sampling=sampling[:1])
+        assert again == outputs[2:]
+
+
+def test_the_layout_of_a_device_is_in_the_fingerprint(folder: Path) -> None:
+    triton, native = runner(folder, "triton").describe(), runner(folder, "native").describe()
+    assert triton["kv_layout"] == "block(layer,kv,head,(k:token,dim|v:token,dim))"
+    assert triton["kv_layout"] != native["kv_layout"]
+    assert triton["attention_backend"] != native["attention_backend"]
+    assert torch.isfinite(torch.tensor(float(triton["block_bytes"])))
