@@ -29,13 +29,14 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test machines chaos fuzz soak clients lint format clean
+.PHONY: help serve test kernels machines chaos fuzz soak clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve    the whole service on this machine, with the default model'
 	@echo '              PORT=8000 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id ARGS="--max-num-seqs 64"'
 	@echo 'make test     every check that CI runs (PYTEST_ARGS="tests/kernels -k rope" for some)'
+	@echo 'make kernels  every case of the GPU kernels in Triton'"'"'s interpreter, and all of them compiled for sm_80 and sm_90'
 	@echo 'make machines the state machines of make test, over 50 times as many histories, new ones each time (MACHINES=50)'
 	@echo 'make chaos    every phase of a request meets every fault (ONLY="decoding / SIGKILL, message lost" for some;'
 	@echo '              WORLD=virtual or WORLD=real for one of its two tables; about 8 minutes for both)'
@@ -60,6 +61,10 @@ else
 	@echo '== tests of whole services and of speed, which want the cores for themselves'
 	@$(RUN) -m pytest $(TESTS_ALONE)
 endif
+
+kernels: $(VENV)/.ready-to-test
+	@KERNEL_GRID=whole $(RUN) -m pytest --timeout 0 -n 2 tests/kernels/gpu
+	@$(RUN) -m bench.gpu_kernels_compiled --whole
 
 machines: $(VENV)/.ready-to-test
 	@MACHINES=$(MACHINES) $(RUN) -m pytest --timeout 0 -n 2 --dist loadfile tests/*/test_*_machine.py
