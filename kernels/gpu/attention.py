@@ -250,7 +250,7 @@ def paged_attention(
             {**constants, "ROWS": rows, "num_warps": launch.warps},
         )
     if step.max_count > 1:
-        chosen = large_tiles(launch, dim) if fast else launch
+        chosen = large_tiles(launch) if fast else launch
         rows = max(chosen.rows, rows)
         grid = (step.num_rows, math.ceil(step.max_count / (rows // group)), kv_heads)
         _chunk_kernel[grid](

@@ -35,6 +35,14 @@ def _halves(x, weight, eps, half, HALF: tl.constexpr, NORMED: tl.constexpr):
 
 
 @triton.jit
+def _put(target, first, second, half, HALF: tl.constexpr):
+    i = tl.arange(0, HALF)
+    dtype = target.dtype.element_ty
+    tl.store(target + i, first.to(dtype), mask=i < half)
+    tl.store(target + half + i, second.to(dtype), mask=i < half)
+
+
+@triton.jit
 def _rope_store_kernel(
     qkv, q_out, cos, sin, q_norm, k_norm, eps, pool, tables, positions, token_rows,
     heads, kv_heads, half, layer_base, part_stride, head_stride, block_stride, table_width,
@@ -56,21 +64,16 @@ def _rope_store_kernel(
             s = tl.load(sin + angles, mask=wanted, other=0.0)
             if head < heads:
                 first, second = _halves(x, q_norm, eps, half, HALF, NORMED)
-                target = q_out + (token * heads + head) * 2 * half
-                dtype = q_out.dtype.element_ty
-                tl.store(target + i, (first * c - second * s).to(dtype), mask=wanted)
-                tl.store(target + half + i, (second * c + first * s).to(dtype), mask=wanted)
+                q_there = q_out + (token * heads + head) * 2 * half
+                _put(q_there, first * c - second * s, second * c + first * s, half, HALF)
             else:
                 first, second = _halves(x, k_norm, eps, half, HALF, NORMED)
-                target = place + (head - heads) * head_stride
-                dtype = pool.dtype.element_ty
-                tl.store(target + i, (first * c - second * s).to(dtype), mask=wanted)
-                tl.store(target + half + i, (second * c + first * s).to(dtype), mask=wanted)
+                k_there = place + (head - heads) * head_stride
+                _put(k_there, first * c - second * s, second * c + first * s, half, HALF)
         else:
-            target = place + part_stride + (head - heads - kv_heads) * head_stride
-            dtype = pool.dtype.element_ty
-            tl.store(target + i, tl.load(x + i, mask=wanted, other=0.0).to(dtype), mask=wanted)
-            tl.store(target + half + i, tl.load(x + half + i, mask=wanted, other=0.0).to(dtype), mask=wanted)
+            first = tl.load(x + i, mask=wanted, other=0.0).to(tl.float32)  # and back: exact
+            second = tl.load(x + half + i, mask=wanted, other=0.0).to(tl.float32)
+            _put(place + part_stride + (head - heads - kv_heads) * head_stride, first, second, half, HALF)
 
 
 def rope_store(
