@@ -23,7 +23,7 @@ from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
 from kernels.pool_size import asked_blocks
 from kernels.prompt_scores import PromptToScore, ScoringRow, score
-from kernels.sampler import choose_sampler
+from kernels.sampler import choose_sampler, sample_there
 from kernels.sampling import Draw, TokenCounts, needs_counts
 from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
@@ -67,7 +67,7 @@ class ModelRunner:
         self._threads = threads
         self._revision = revision
         self.grammars = grammars
-        self._sampler = choose_sampler()
+        self._sampler = choose_sampler(None if gpu is None else model.device)
         self._slots: list[_Slot | None] = [None] * max_num_seqs
         table_width = -(-max_model_len // cache.layout.block_size)
         self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
@@ -240,11 +240,10 @@ class ModelRunner:
             draws, faults = self._draws(
                 rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), newest.tolist()
             )
-            logits = logits_there.cpu().numpy()
             if faults:
                 whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
-                rows, logits = rows[whole], logits[whole]
-            outputs = self._sampler.sample(logits, list(draws.values()))
+                rows, logits_there = rows[whole], logits_there[whole]
+            outputs = sample_there(self._sampler, logits_there, list(draws.values()))
             for row, sampled in zip(rows.tolist(), outputs, strict=True):
                 if sampled is None:
                     faults[row] = "its logits are not finite"

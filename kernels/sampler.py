@@ -1,9 +1,10 @@
-"""Sampling behind one seam: C where it was built, numpy elsewhere. Both give the same bits."""
+"""Sampling behind one seam: Triton on a GPU, C where it was built, numpy elsewhere. All give the same tokens."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from kernels.native_backend import load_native
 from kernels.native_sampling import NativeSampler
@@ -27,6 +28,26 @@ class Sampler(Protocol):
         ...
 
 
-def choose_sampler() -> Sampler:
+@runtime_checkable
+class SamplesThere(Protocol):
+    """A sampler that takes logits where the model left them."""
+
+    def sample_there(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]: ...
+
+
+def sample_there(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
+    """As `sample`, of logits on any device: they come down only where the sampler needs that."""
+    if isinstance(sampler, SamplesThere):
+        return sampler.sample_there(logits, draws)
+    return sampler.sample(logits.cpu().numpy(), draws)
+
+
+def choose_sampler(device: torch.device | None = None) -> Sampler:
+    """`device`: where Triton kernels run; None, or a CPU: nowhere."""
     native = load_native()
-    return NumpySampler() if native is None else NativeSampler(native)
+    host = NumpySampler() if native is None else NativeSampler(native)
+    if device is None or device.type != "cuda":
+        return host
+    from kernels.gpu.sampler import GpuSampler  # nothing of a GPU is imported where there is none
+
+    return GpuSampler(device, host)

@@ -200,32 +200,32 @@ def pick(logits: np.ndarray, sampling: SamplingLike, number: float) -> int:
     return int(np.searchsorted(np.cumsum(weights), target, side="right"))
 
 
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = (
+LOG2_E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = (
     6.93147180369123816490e-01,
     1.90821492927058770002e-10,
 )  # 32 bits, so that n * high is exact
-_TO_WHOLE = 1.5 * 2.0**52  # what is added to it is rounded to a whole number
-_TO_UNITS = np.float64(1.5 * 2.0**8)  # … to a multiple of 2^-44, and its bits then count them
-_LOWEST_EXPONENT = -40.0  # weighs nothing, as does minus infinity
-_SERIES = [1.0 / math.factorial(k) for k in range(11, -1, -1)]  # of exp up to |ln 2| / 2, to 7e-15
+TO_WHOLE = 1.5 * 2.0**52  # what is added to it is rounded to a whole number
+TO_UNITS = np.float64(1.5 * 2.0**8)  # … to a multiple of 2^-44, and its bits then count them
+LOWEST_EXPONENT = -40.0  # weighs nothing, as does minus infinity
+SERIES = [1.0 / math.factorial(k) for k in range(11, -1, -1)]  # of exp up to |ln 2| / 2, to 7e-15
 
 
 def weigh(scaled: np.ndarray) -> np.ndarray:
     """fp32 to exp(x - best) in units of 2^-44, int64. Each operation is rounded once, as in C."""
     y = scaled.astype(np.float64)
     y -= y.max()
-    np.maximum(y, _LOWEST_EXPONENT, out=y)
-    shifted = y * _LOG2_E + _TO_WHOLE
-    n = shifted - _TO_WHOLE
-    y -= n * _LN2_HIGH
-    y -= n * _LN2_LOW
-    series = np.full_like(y, _SERIES[0])
-    for coefficient in _SERIES[1:]:
+    np.maximum(y, LOWEST_EXPONENT, out=y)
+    shifted = y * LOG2_E + TO_WHOLE
+    n = shifted - TO_WHOLE
+    y -= n * LN2_HIGH
+    y -= n * LN2_LOW
+    series = np.full_like(y, SERIES[0])
+    for coefficient in SERIES[1:]:
         series *= y
         series += coefficient
     power = ((shifted.view(np.int64) + 1023) << 52).view(np.float64)  # 2^n
-    weights: np.ndarray = (series * power + _TO_UNITS).view(np.int64) - _TO_UNITS.view(np.int64)
+    weights: np.ndarray = (series * power + TO_UNITS).view(np.int64) - TO_UNITS.view(np.int64)
     return weights
 
 

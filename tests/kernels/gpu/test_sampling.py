@@ -1,0 +1,218 @@
+"""Sampling in Triton against numpy, id by id: every setting with every other, on fresh logits in each run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.gpu import sampling
+from kernels.gpu.sampler import GpuSampler
+from kernels.gpu.sampling import sample_on_device
+from kernels.gpu.sampling_table import SamplingTable
+from kernels.sampler import sample_there
+from kernels.sampling import Draw, NumpySampler, TokenCounts
+from kernels.step import SamplingLike
+from tests.kernels.driving import Sampling
+from tests.kernels.gpu.grid import WHOLE
+
+POISON = 123_456_789
+
+
+def on_device(
+    logits: np.ndarray, draws: list[Draw], tile: int = 64, room: int = 16
+) -> list[int]:
+    there = torch.from_numpy(logits.copy())
+    out = torch.full((len(logits) + 2,), POISON, dtype=torch.int32)
+    table = SamplingTable.from_draws(draws, logits.shape[1])
+    with np.errstate(over="ignore"):  # the interpreter is numpy
+        found = sample_on_device(there, table, out=out[1:-1], tile=tile, room=room)
+    assert out[0] == out[-1] == POISON, "written beside its rows"
+    assert np.array_equal(there.numpy().view(np.int32), logits.view(np.int32)), "logits are read only"
+    return list(found.tolist())
+
+
+def by_rule(logits: np.ndarray, draws: list[Draw]) -> list[int]:
+    return [-1 if sampled is None else sampled[0] for sampled in NumpySampler().sample(logits, draws)]
+
+
+def fresh() -> np.random.Generator:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+def any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Flat to steep: from weights that differ by a few of 2^44 units to one that has all. Ties, infinities, zeros of
+    both signs."""
+    logits = rng.standard_normal((rows, vocab)) * rng.choice([1e-6, 1e-3, 0.3, 1, 3, 10, 1e4], (rows, 1))
+    for row in range(rows):
+        kind = rng.integers(0, 8)
+        if kind == 0:
+            logits[row] = np.round(logits[row])
+        elif kind == 1:
+            logits[row, rng.random(vocab) < 0.9] = -np.inf
+        elif kind == 2:
+            logits[row, rng.integers(0, vocab)] = 80.0
+        elif kind == 3:
+            logits[row] = rng.choice([0.0, -0.0, 1.5], vocab)
+        logits[row, rng.integers(0, vocab)] = 1.0  # never all minus infinity
+    wide: np.ndarray = logits.astype(np.float32)
+    return wide
+
+
+def any_draw(rng: np.random.Generator, vocab: int) -> Draw:
+    def ids(most: int) -> list[int]:
+        return [int(index) for index in rng.integers(0, vocab, int(rng.integers(0, most)))]
+
+    settings = Sampling(
+        temperature=float(rng.choice([0.0, 1e-5, 1e-4, 0.3, 0.7, 1.0, 1.0, 2.5, 1e3, 1e30])),
+        top_p=float(rng.choice([1.0, 1.0, 0.95, 0.9, 0.5, 1e-9, 0.0, 1 - 1e-12])),
+        top_k=int(rng.choice([0, 0, 1, 7, 50, vocab - 1, vocab, 10 * vocab])),
+        min_p=float(rng.choice([0.0, 0.0, 0.05, 0.999999, 1e-15, 1.0])),
+        repetition_penalty=float(rng.choice([1.0, 1.0, 1.3, 0.5])),
+        presence_penalty=float(rng.choice([0.0, 0.0, 0.4, -2.0])),
+        frequency_penalty=float(rng.choice([0.0, 0.0, 0.1, -0.7])),
+        # Ids that are biased more than once too: the order of fp32 sums is part of the rule.
+        logit_bias=tuple((index, float(rng.normal(0, 5))) for index in ids(90)) if rng.random() < 0.4 else (),
+        seed=int(rng.integers(-(2**63), 2**63)),
+        child=int(rng.integers(0, 5)),
+        min_tokens=int(rng.choice([0, 0, 10])),
+        end_token_ids=tuple(ids(3)),
+    )
+    penalized = settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty
+    counts = None if penalized == (1.0, 0.0, 0.0) else TokenCounts(vocab, ids(150), ids(150))
+    allowed = None
+    if rng.random() < 0.25:
+        allowed = rng.random(vocab) < rng.choice([0.1, 0.9])
+        if rng.random() < 0.9:  # else it may forbid all
+            allowed[rng.integers(0, vocab)] = True
+    return Draw(settings, int(rng.choice([0, 3, 12, 2000, 2**31 + 5])), counts, allowed)
+
+
+CASES = [  # vocabulary, rows, tile, room: one tile and many, all weights gathered at once and after narrowing
+    (1, 4, 64, 16),
+    (2, 12, 64, 16),
+    (63, 16, 64, 64),
+    (64, 16, 64, 16),
+    (65, 16, 64, 16),
+    (300, 12, 128, 16),
+    (1000, 10, 256, 64),
+    (1000, 16, sampling.TILE, sampling.ROOM),
+]
+
+
+@pytest.mark.parametrize(("vocab", "rows", "tile", "room"), CASES)
+def test_ids_are_those_of_the_rule(vocab: int, rows: int, tile: int, room: int) -> None:
+    rng = fresh()
+    rows *= 20 if WHOLE else 1
+    logits, draws = any_logits(rng, rows, vocab), [any_draw(rng, vocab) for _ in range(rows)]
+    assert on_device(logits, draws, tile, room) == by_rule(logits, draws)
+
+
+def test_a_row_has_its_id_in_any_company_tile_and_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sampled alone, together, in another order, and three at a time for want of memory."""
+    rng = fresh()
+    vocab, rows = 130, 6
+    logits, draws = any_logits(rng, rows, vocab), [any_draw(rng, vocab) for _ in range(rows)]
+    together = on_device(logits, draws)
+    assert [on_device(logits[i : i + 1], draws[i : i + 1])[0] for i in range(rows)] == together
+    order = rng.permutation(rows)
+    assert on_device(logits[order], [draws[i] for i in order]) == [together[i] for i in order]
+    assert on_device(logits, draws, tile=32, room=64) == together
+    monkeypatch.setattr(sampling, "WORKSPACE_BYTES", 3 * (12 * vocab + 8 * sampling.ROOM))
+    assert sampling.rows_at_once(vocab) == 3
+    assert on_device(logits, draws) == together
+
+
+def test_every_cut_of_equals_and_near_equals() -> None:
+    """The cut falls inside a run of ties, and between weights that differ by a unit."""
+    flat = np.zeros(200, dtype=np.float32)
+    steps = np.float32(1.0) + np.arange(200, dtype=np.float32) * np.float32(2.0**-23)
+    stairs = np.repeat(np.arange(20, dtype=np.float32) * np.float32(0.1), 10)
+    rng = fresh()
+    logits, draws = [], []
+    cuts = ((1, 1.0), (77, 1.0), (199, 1.0), (0, 0.3), (123, 0.5), (35, 1 - 1e-15))
+    for row in (flat, rng.permutation(steps), rng.permutation(stairs)):
+        for top_k, top_p in cuts:
+            logits.append(row)
+            settings = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, seed=int(rng.integers(2**62)))
+            draws.append(Draw(settings, 1))
+    together = np.stack(logits)
+    assert on_device(together, draws, tile=128) == by_rule(together, draws)
+
+
+def test_what_is_not_finite_becomes_no_token() -> None:
+    vocab = 70
+    logits = np.random.default_rng(5).standard_normal((7, vocab)).astype(np.float32)
+    logits[0, 69] = np.nan
+    logits[1, 0] = -np.nan
+    logits[2, 50] = np.inf
+    logits[3] = -np.inf
+    logits[4] = np.nan
+    logits[5, :69] = -np.inf  # one is left
+    for temperature in (0.0, 1.0):
+        found = on_device(logits, [Draw(Sampling(temperature=temperature), 0)] * 7)
+        assert found[:5] == [-1] * 5 and found[5] == 69 and 0 <= found[6] < vocab
+
+
+def test_greedy_takes_the_lowest_of_equals_and_a_mask_that_forbids_all_the_first() -> None:
+    logits = np.full((4, 200), -1.0, dtype=np.float32)
+    logits[0, [4, 90]] = 1.0
+    logits[1, [199, 130]] = 2.0
+    logits[2, [70, 150]] = -0.0, 0.0  # equals, whatever their sign
+    logits[3, 77] = 5.0
+    nothing = np.zeros(200, dtype=bool)
+    draws = [Draw(Sampling(), 0)] * 3 + [Draw(Sampling(), 0, None, nothing)]
+    assert on_device(logits, draws) == by_rule(logits, draws) == [4, 130, 70, 0]
+    drawn = [Draw(Sampling(temperature=1.0), 0, None, nothing)] * 4
+    assert on_device(logits, drawn) == by_rule(logits, drawn) == [0] * 4
+
+
+def test_a_temperature_that_overflows_takes_the_best() -> None:
+    logits = np.array([[1.0, 3e38, 3.1e38, 3.1e38]], dtype=np.float32)
+    assert on_device(logits, [Draw(Sampling(temperature=0.01), 0)]) == [2]
+
+
+def test_rows_beyond_2_31_elements() -> None:
+    """Memory that is never touched costs none."""
+    rng = fresh()
+    vocab, stride = 65, 2**31 + 5
+    apart = torch.empty(stride + vocab, dtype=torch.float32).as_strided((2, vocab), (stride, 1))
+    logits, draws = any_logits(rng, 2, vocab), [any_draw(rng, vocab) for _ in range(2)]
+    apart.copy_(torch.from_numpy(logits))
+    found = sample_on_device(apart, SamplingTable.from_draws(draws, vocab), tile=64, room=16)
+    assert found.tolist() == by_rule(logits, draws)
+
+
+def test_the_sampler_gives_what_numpy_gives_log_probabilities_included() -> None:
+    rng = fresh()
+    vocab, rows = 90, 8
+    logits = any_logits(rng, rows, vocab)
+    logits[3, 7] = np.nan
+    asked: list[int | None] = [None, 0, 3, 3, 200, None, 1, 0]
+    draws = [Draw(Sampling(temperature=0.8, seed=row, logprobs=top), row) for row, top in enumerate(asked)]
+    sampler = GpuSampler(torch.device("cpu"), NumpySampler())
+    expected = NumpySampler().sample(logits, draws)
+    assert sampler.sample(logits, draws) == expected and expected[3] is None
+    assert sample_there(sampler, torch.from_numpy(logits), draws) == expected
+    assert sample_there(NumpySampler(), torch.from_numpy(logits), draws) == expected
+    assert sampler.sample(logits[:0], []) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "counts", "allowed"),
+    [
+        (Sampling(logit_bias=((9, 1.0),)), None, None),
+        (Sampling(logit_bias=((-1, 1.0),)), None, None),
+        (Sampling(end_token_ids=(9,), min_tokens=5), None, None),
+        (Sampling(repetition_penalty=2.0), TokenCounts(10, [9], []), None),
+        (Sampling(), None, np.ones(10, dtype=bool)),
+        (Sampling(), None, np.ones(9, dtype=np.uint8)),
+    ],
+)
+def test_what_points_outside_the_vocabulary_is_refused_before_anything_runs(
+    sampling: SamplingLike, counts: TokenCounts | None, allowed: np.ndarray | None
+) -> None:
+    with pytest.raises(IndexError):
+        SamplingTable.from_draws([Draw(sampling, 0, counts, allowed)], 9)
