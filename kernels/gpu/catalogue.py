@@ -132,11 +132,26 @@ def _silu_mul(module: Any, whole: bool) -> Iterator[Entry]:
         yield Entry("silu_mul", _name(dtype), partial(module.silu_mul, x))
 
 
+def _sampling(module: Any, whole: bool) -> Iterator[Entry]:
+    """Rows that draw and have penalties, and greedy ones. The table is laid out on the host, then is no memory."""
+    sampling_table = importlib.import_module("kernels.gpu.sampling_table")
+    words = torch.empty(4096, dtype=torch.int32, device=META)
+    for vocab in (49_152, 128_256) if whole else (128_256,):
+        for label, draws in (("greedy", False), ("drawn", True)):
+            table = sampling_table.SamplingTable(
+                words=words, num_rows=64, vocab_size=vocab, any_draws=draws, any_changes=draws
+            )
+            logits = _empty(64, vocab, dtype=torch.float32)
+            call = partial(module.sample_on_device, logits, table)
+            yield Entry("sampling", f"{label}, vocabulary {vocab}", call, exact_f64=True)
+
+
 _ENTRIES: dict[str, Callable[[Any, bool], Iterator[Entry]]] = {
     "attention": _attention,
     "rope_store": _rope_store,
     "norms": _norms,
     "silu_mul": _silu_mul,
+    "sampling": _sampling,
 }
 
 
