@@ -17,6 +17,7 @@ from kernels.sampler import Sampler, choose_sampler
 from kernels.sampling import Draw, NumpySampler, Sampled, TokenCounts, adjust, needs_counts, pick
 from kernels.step import TokenLogprob
 from tests.kernels.driving import Sampling
+from tests.kernels.random_logits import any_logits
 
 
 def _samplers() -> list[Sampler]:
@@ -262,24 +263,6 @@ def test_a_temperature_that_overflows_takes_the_best(sampler: Sampler) -> None:
     assert _sample(sampler, logits, [Draw(Sampling(temperature=0.01), 0)]) == [(2, None)]
 
 
-def _any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Flat to steep, with ties, minus infinity, one far ahead, all equal, and the signed zeros."""
-    logits = rng.standard_normal((rows, vocab)) * rng.choice([1e-3, 0.3, 1, 3, 10, 1e4], (rows, 1))
-    for row in range(rows):
-        kind = rng.integers(0, 8)
-        if kind == 0:
-            logits[row] = np.round(logits[row])
-        elif kind == 1:
-            logits[row, rng.random(vocab) < 0.9] = -np.inf
-        elif kind == 2:
-            logits[row, rng.integers(0, vocab)] = 80.0
-        elif kind == 3:
-            logits[row] = rng.choice([0.0, -0.0, 1.5], vocab)
-        logits[row, rng.integers(0, vocab)] = 1.0  # never all minus infinity
-    wide: np.ndarray = logits.astype(np.float32)
-    return wide
-
-
 def _any_draw(rng: np.random.Generator, vocab: int) -> Draw:
     def ids(most: int) -> list[int]:
         return [int(index) for index in rng.integers(0, vocab, int(rng.integers(0, most)))]
@@ -314,7 +297,7 @@ def test_native_gives_the_bits_of_numpy(sampler: Sampler, vocab: int, rows: int)
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    logits, draws = _any_logits(rng, rows, vocab), [_any_draw(rng, vocab) for _ in range(rows)]
+    logits, draws = any_logits(rng, rows, vocab), [_any_draw(rng, vocab) for _ in range(rows)]
     kept = logits.copy()
     assert sampler.sample(logits, draws) == NumpySampler().sample(logits, draws)
     token_ids, tops = rng.integers(0, vocab, rows).tolist(), rng.integers(0, 22, rows).tolist()

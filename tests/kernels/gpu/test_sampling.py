@@ -15,6 +15,7 @@ from kernels.sampling import Draw, NumpySampler, TokenCounts
 from kernels.step import SamplingLike
 from tests.kernels.driving import Sampling
 from tests.kernels.gpu.grid import WHOLE
+from tests.kernels.random_logits import any_logits
 
 POISON = 123_456_789
 
@@ -38,25 +39,6 @@ def fresh() -> np.random.Generator:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"seed {seed}")
     return np.random.default_rng(seed)
-
-
-def any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Flat to steep: from weights that differ by a few of 2^44 units to one that has all. Ties, infinities, zeros of
-    both signs."""
-    logits = rng.standard_normal((rows, vocab)) * rng.choice([1e-6, 1e-3, 0.3, 1, 3, 10, 1e4], (rows, 1))
-    for row in range(rows):
-        kind = rng.integers(0, 8)
-        if kind == 0:
-            logits[row] = np.round(logits[row])
-        elif kind == 1:
-            logits[row, rng.random(vocab) < 0.9] = -np.inf
-        elif kind == 2:
-            logits[row, rng.integers(0, vocab)] = 80.0
-        elif kind == 3:
-            logits[row] = rng.choice([0.0, -0.0, 1.5], vocab)
-        logits[row, rng.integers(0, vocab)] = 1.0  # never all minus infinity
-    wide: np.ndarray = logits.astype(np.float32)
-    return wide
 
 
 def any_draw(rng: np.random.Generator, vocab: int) -> Draw:
