@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,14 @@ from kernels.gpu import sampling
 from kernels.gpu.sampler import GpuSampler
 from kernels.gpu.sampling import sample_on_device
 from kernels.gpu.sampling_table import SamplingTable
-from kernels.sampler import sample_there
+from kernels.runner import load_runner
+from kernels.sampler import choose_sampler, sample_there
 from kernels.sampling import Draw, NumpySampler, TokenCounts
 from kernels.step import SamplingLike
-from tests.kernels.driving import Sampling
+from tests.kernels.driving import Sampling, generate, random_prompts
 from tests.kernels.gpu.grid import WHOLE
 from tests.kernels.random_logits import any_logits
+from tests.kernels.tiny_models import save_model
 
 POISON = 123_456_789
 
@@ -85,7 +89,7 @@ CASES = [  # vocabulary, rows, tile, room: one tile and many, all weights gather
 @pytest.mark.parametrize(("vocab", "rows", "tile", "room"), CASES)
 def test_ids_are_those_of_the_rule(vocab: int, rows: int, tile: int, room: int) -> None:
     rng = fresh()
-    rows *= 20 if WHOLE else 1
+    rows *= 10 if WHOLE else 1
     logits, draws = any_logits(rng, rows, vocab), [any_draw(rng, vocab) for _ in range(rows)]
     assert on_device(logits, draws, tile, room) == by_rule(logits, draws)
 
@@ -178,6 +182,20 @@ def test_the_sampler_gives_what_numpy_gives_log_probabilities_included() -> None
     assert sample_there(sampler, torch.from_numpy(logits), draws) == expected
     assert sample_there(NumpySampler(), torch.from_numpy(logits), draws) == expected
     assert sampler.sample(logits[:0], []) == []
+
+
+def test_a_runner_draws_on_the_device_what_it_draws_on_the_host(tmp_path: Path) -> None:
+    save_model("llama-gqa3-tied", tmp_path)
+    runner = load_runner(str(tmp_path), device="cpu", num_blocks=20, max_num_seqs=3, max_model_len=60)
+    prompts = random_prompts([3, 17, 9], runner.vocab_size)
+    settings = [
+        Sampling(temperature=1.0, seed=5, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.5),
+        Sampling(temperature=1.3, seed=6, top_k=9, logprobs=2),
+        Sampling(logit_bias=((4, 2.0),)),
+    ]
+    host = generate(runner, prompts, 4, sampling=settings)
+    runner._sampler = GpuSampler(runner.model.device, choose_sampler())
+    assert generate(runner, prompts, 4, sampling=settings) == host
 
 
 @pytest.mark.parametrize(
