@@ -62,3 +62,28 @@ def test_keys_and_values_land_at_their_token(dtype: torch.dtype, head_dim: int, 
         assert torch.equal(cache.keys(1, block)[:, :, offset], k[token].to(dtype))
         assert torch.equal(cache.values(1, block)[:, offset], v[token].to(dtype))
     assert not cache.tensor[:, [0, 2]].any() and not cache.tensor[[0, 2]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, 7])
+def test_a_gpus_keys_lie_by_token_as_values_do(dtype: torch.dtype, head_dim: int) -> None:
+    """What its kernels read is the memory itself, so the pool is looked at as they do, not through the cache."""
+    layout = CacheLayout(3, 2, head_dim, 16, dtype, token_major=True)
+    assert layout.together == 1
+    assert layout.describe()["kv_layout"] == "block(layer,kv,head,(k:token,dim|v:token,dim))"
+    assert layout.block_bytes == CacheLayout(3, 2, head_dim, 16, dtype).block_bytes
+    cache = PagedCache(layout, 4)
+    step = make_step([(10, 10)], [[3, 1]], 16)
+    k, v = torch.randn(10, 2, head_dim), torch.randn(10, 2, head_dim)
+    store_kv(k, v, step, cache, layer=1)
+    pool = cache.tensor.view(4, 3, 2, 2, 16, head_dim)
+    for token, position in enumerate(range(10, 20)):
+        block, offset = [3, 1][position // 16], position % 16
+        assert torch.equal(pool[block, 1, 0, :, offset], k[token].to(dtype))
+        assert torch.equal(pool[block, 1, 1, :, offset], v[token].to(dtype))
+        there = torch.tensor(block)
+        assert torch.equal(cache.keys(1, there)[:, :, offset], k[token].to(dtype))
+        assert torch.equal(cache.values(1, there)[:, offset], v[token].to(dtype))
+    assert not cache.tensor[:, [0, 2]].any() and not cache.tensor[[0, 2]].any()
+    assert cache.token_major().data_ptr() == cache.tensor.data_ptr()
+    assert torch.equal(cache.token_major(), pool)

@@ -112,6 +112,41 @@ def test_rope_and_store_equal_the_reference_in_place_and_bits(
         assert torch.equal(cache.tensor[written], expected.tensor[written])
 
 
+def exact(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers: the sum of their squares is exact in whatever order it is added up."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (64, 576))
+def test_norms_round_where_the_reference_does(size: int, dtype: torch.dtype) -> None:
+    """To the bit, the rounding before the weight included: the tolerance against float64 would hide it."""
+    x, residual = exact(4, size, dtype=dtype), exact(4, size, dtype=dtype, seed=1)
+    weight = random(size, dtype=torch.float32, seed=2)
+    assert torch.equal(rms_norm(x, weight, EPS), reference_norm(x, weight, EPS))
+    wanted = reference_norm(x + residual, weight, EPS)
+    assert torch.equal(add_rms_norm(x, residual, weight, EPS), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", (64, 80))
+def test_norms_of_queries_and_keys_round_where_the_reference_does(dim: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, block_size = 3, 2, 16
+    cache = PagedCache(CacheLayout(1, kv_heads, dim, block_size, dtype, token_major=True), 4)
+    step = device_step([15], [2], scattered_tables([17], block_size, 4))
+    qkv = exact(2, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norms = (random(dim, dtype=torch.float32, seed=3), random(dim, dtype=torch.float32, seed=4))
+    cos, sin = tables(dim)
+    q = rope_store(qkv, cos, sin, norms, EPS, cache.token_major(), 0, step)
+    x, angle = qkv.view(2, -1, dim), (cos[15:17], sin[15:17])
+    assert torch.equal(q, rotate(reference_norm(x[:, :heads], norms[0], EPS).float(), *angle))
+    keys = reference_norm(x[:, heads : heads + kv_heads], norms[1], EPS)
+    wanted = rotate(keys.float(), *angle).to(dtype)
+    for token, position in enumerate((15, 16)):
+        block = int(step.tables[0, position // block_size])
+        assert torch.equal(cache.token_major()[block, 0, 0, :, position % block_size], wanted[token])
+
+
 def test_a_token_that_pads_a_graphs_batch_writes_nothing() -> None:
     layout = CacheLayout(1, 1, 64, 16, torch.float32, token_major=True)
     cache = PagedCache(layout, 4)
