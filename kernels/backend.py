@@ -5,6 +5,7 @@ exchange blocks only when they use the same.
 """
 
 import logging
+import os
 from typing import Literal, Protocol
 
 import torch
@@ -140,12 +141,14 @@ def choose_backend(
 def _triton(
     device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype, max_len: int
 ) -> Backend:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("Triton kernels run on a CPU in its interpreter alone: set TRITON_INTERPRET=1")
     # Nothing of Triton is imported where there is no GPU.
     from kernels.gpu.backend import TritonBackend, why_not
     from kernels.gpu.tuning import attention_launch
 
     why = why_not(head_dim, block_size)
     if why is None:
-        return TritonBackend(attention_launch(head_dim, dtype, max_len, device))
+        return TritonBackend(attention_launch(head_dim, dtype, max_len, device), device)
     log.warning("the reference kernels of torch run, far slower than those in Triton: %s", why)
     return TorchBackend()

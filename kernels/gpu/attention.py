@@ -32,6 +32,8 @@ from kernels.gpu.device_step import DeviceStep
 from kernels.gpu.tuning import Launch, large_tiles
 
 LOG2_E = 1.4426950408889634
+STEP_ARRAYS = ("tables", "starts", "counts", "firsts")
+"""Views whose alignment varies from step to step: compiled for each, an early request would wait for a compiler."""
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def _queries(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS, do_not_specialize=["num_splits"])
 def _decode_kernel(
     q, pool, partial, tables, starts, counts, firsts, scale,
     heads, dim, layer_base, part_stride, head_stride, block_stride, table_width, num_splits,
@@ -135,7 +137,7 @@ def _decode_kernel(
         tl.store(partial + place + dim + 1, total, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS[1:], do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial, out, starts, counts, firsts, heads, dim, num_splits,
     SPLIT: tl.constexpr, DIM: tl.constexpr,
@@ -164,7 +166,7 @@ def _combine_kernel(
         tl.store(target, result, mask=(d < dim)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS)
 def _chunk_kernel(
     q, pool, out, tables, starts, counts, firsts, scale,
     heads, dim, layer_base, part_stride, head_stride, block_stride, table_width,

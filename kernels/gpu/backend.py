@@ -30,10 +30,10 @@ class TritonBackend:
 
     on_device = True
 
-    def __init__(self, launch: Launch, *, fast: bool = False) -> None:
+    def __init__(self, launch: Launch, device: torch.device, *, fast: bool = False) -> None:
         self._launch = launch
         self._fast = fast
-        self.name = f"triton:{describe(launch)}{':fast' if fast else ''}"
+        self.name = f"triton:{describe(launch, device)}{':fast' if fast else ''}"
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x.contiguous(), weight, eps)

@@ -42,7 +42,7 @@ def _put(target, first, second, half, HALF: tl.constexpr):
     tl.store(target + half + i, second.to(dtype), mask=i < half)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("tables", "positions", "token_rows"))
 def _rope_store_kernel(
     qkv, q_out, cos, sin, q_norm, k_norm, eps, pool, tables, positions, token_rows,
     heads, kv_heads, half, layer_base, part_stride, head_stride, block_stride, table_width,

@@ -11,7 +11,6 @@ sm_80 and sm_90; a file written by measuring on a GPU (`bench/gpu_check.sh`) rep
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -68,10 +67,15 @@ def large_tiles(launch: Launch) -> Launch:
     return replace(launch, rows=64, warps=8)  # more rows, or fewer warps, spill registers
 
 
-def describe(launch: Launch) -> str:
-    """For the fingerprint."""
-    text = json.dumps(asdict(launch), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+def describe(launch: Launch, device: torch.device) -> str:
+    """For the fingerprint: what decides bits, the compiler and the chip it compiles for included."""
+    import triton
+
+    chip = "interpreter"
+    if device.type == "cuda":
+        chip = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    how = f"rows={launch.rows},keys={launch.keys},split={launch.split},warps={launch.warps},stages={launch.stages}"
+    return f"{chip}:{triton.__version__}:{how}"
 
 
 @cache

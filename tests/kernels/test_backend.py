@@ -35,3 +35,9 @@ def test_a_missing_extension_is_named(
 def test_a_gpu_whose_model_no_kernel_takes_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(choose_backend(torch.device("cuda"), 300, 16, 1, torch.float16), TorchBackend)
     assert "head_dim 300" in caplog.text
+
+
+def test_triton_on_a_cpu_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        choose_backend(_CPU, 64, 16, 1, torch.float32, wanted="triton")
