@@ -146,12 +146,31 @@ def _sampling(module: Any, whole: bool) -> Iterator[Entry]:
             yield Entry("sampling", f"{label}, vocabulary {vocab}", call, exact_f64=True)
 
 
+def _block_moves(module: Any, whole: bool) -> Iterator[Entry]:
+    """Blocks of 2 MB, and such that no vector load fits."""
+    for block_bytes in (2 << 20, 1000) if whole else (2 << 20,):
+        pool, staging = (_empty(n, block_bytes, dtype=torch.uint8) for n in (4096, 8))
+        blocks, pairs = _empty(8, dtype=torch.int32), _empty(2, 8, dtype=torch.int32)
+        calls = {
+            "gather": partial(module.gather_blocks, pool, blocks, staging),
+            "gather, hashed": partial(module.gather_hashed, pool, blocks, staging),
+            "scatter": partial(module.scatter_blocks, staging, blocks, pool),
+            "scatter, hashed": partial(module.scatter_hashed, staging, blocks, pool),
+            "copy, hashed": partial(module.copy_hashed, pool, pool, pairs),
+            "hash": partial(module.hash_blocks, pool, blocks),
+        }
+        for name, call in calls.items():
+            label = f"{name}, {block_bytes} bytes"
+            yield Entry("block_moves", label, call, indexes_blocks=("_move_kernel",))
+
+
 _ENTRIES: dict[str, Callable[[Any, bool], Iterator[Entry]]] = {
     "attention": _attention,
     "rope_store": _rope_store,
     "norms": _norms,
     "silu_mul": _silu_mul,
     "sampling": _sampling,
+    "block_moves": _block_moves,
 }
 
 
