@@ -14,10 +14,11 @@ from kernels.gpu.sampling import sample_on_device
 from kernels.gpu.sampling_table import SamplingTable
 from kernels.runner import load_runner
 from kernels.sampler import choose_sampler, sample_there
-from kernels.sampling import Draw, NumpySampler, TokenCounts
+from kernels.sampling import Draw, NumpySampler, TokenCounts, adjust, keep, weigh
 from kernels.step import SamplingLike
 from tests.kernels.driving import Sampling, generate, random_prompts
 from tests.kernels.gpu.grid import WHOLE
+from tests.kernels.gpu.sampling_probes import adjusted_row, falls_on, weights_of
 from tests.kernels.random_logits import any_logits
 from tests.kernels.tiny_models import save_model
 
@@ -80,8 +81,8 @@ CASES = [  # vocabulary, rows, tile, room: one tile and many, all weights gather
     (63, 10, 64, 64),
     (64, 10, 64, 16),
     (65, 10, 64, 16),
-    (300, 8, 128, 16),
-    (1000, 6, 256, 64),
+    (300, 6, 128, 16),
+    (1000, 5, 256, 64),
     (1000, 16, sampling.TILE, sampling.ROOM),
 ]
 
@@ -124,6 +125,78 @@ def test_every_cut_of_equals_and_near_equals() -> None:
             draws.append(Draw(settings, 1))
     together = np.stack(logits)
     assert on_device(together, draws, tile=128) == by_rule(together, draws)
+
+
+def test_weights_and_their_sums_have_the_rules_bits() -> None:
+    """An id seldom shows the last bits of a weight."""
+    rng = fresh()
+    edges = np.array([0.0, -0.0, 39.9, 40.0, 40.1, 1e4, 1e38, np.inf], dtype=np.float32)
+    logits = np.concatenate([-edges, -rng.uniform(0, 41, 3000), -rng.exponential(1e-4, 90)]).astype(
+        np.float32
+    )
+    for temperature in (1.0, 0.7):
+        expected = weigh(logits / np.float32(temperature))
+        found, sums = torch.full((len(logits),), -1), torch.zeros(2, dtype=torch.int64)
+        there = torch.from_numpy(logits)
+        best = torch.tensor([(logits / np.float32(temperature)).max()])
+        weights_of[(1,)](found, sums, there, len(logits), temperature, best, TILE=1024)
+        assert np.array_equal(found.numpy(), expected)
+        assert sums.tolist() == [expected.sum(), np.count_nonzero(expected)]
+
+
+def test_adjusted_logits_have_the_rules_bits() -> None:
+    """Seen ids of the prompt alone, of the outputs, and of both; an id biased twice, where fp32 sums tell the order."""
+    rng = fresh()
+    vocab = 100
+    logits = (rng.standard_normal(vocab) * 3).astype(np.float32)
+    sampling = Sampling(
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias=((7, 1e8), (3, 0.1), (7, -1e8), (7, 0.5)),
+        min_tokens=99,
+        end_token_ids=(50, 99),
+    )
+    counts = TokenCounts(vocab, rng.integers(0, 60, 40).tolist(), rng.integers(30, 100, 90).tolist())
+    allowed = rng.random(vocab) < 0.7
+    allowed[7] = True
+    for mask in (None, allowed):
+        draw = Draw(sampling, 5, counts, mask)
+        found = torch.full((vocab,), float("nan"))
+        words = SamplingTable.from_draws([draw], vocab).words
+        adjusted_row[(1,)](found, torch.from_numpy(logits), vocab, words, TILE=32)
+        expected = adjust(logits, draw)
+        assert np.array_equal(found.numpy().view(np.int32), expected.view(np.int32))
+
+
+def test_a_number_on_the_edge_falls_on_the_first_id_whose_weights_exceed_it() -> None:
+    weights = torch.tensor([0, 5, 0, 3, 3, 9, 0, 3, 1], dtype=torch.int64)
+
+    def id_at(least: int, equals: int, target: int) -> int:
+        found = torch.full((1,), POISON, dtype=torch.int32)
+        falls_on[(1,)](found, weights, len(weights), torch.tensor([least, equals, target]), TILE=4)
+        return int(found)
+
+    assert [id_at(0, 0, target) for target in (0, 4, 5, 7, 8, 10, 11, 19, 20, 22, 23)] == [
+        1, 1, 3, 3, 4, 4, 5, 5, 7, 7, 8,
+    ]  # fmt: skip
+    assert [id_at(3, 2, target) for target in (4, 5, 8, 11, 19)] == [1, 3, 4, 5, 5]  # the third 3 is cut off
+    assert [id_at(3, 0, target) for target in (4, 5, 13)] == [1, 5, 5]
+
+
+def test_rules_that_meet_at_one_weight() -> None:
+    """Min-p one unit over the weight at which top-k cut takes that away, and one at it leaves it; top-k one under the
+    vocabulary takes the last of equals."""
+    row = np.array([0.0, -1.5, -1.5, -1.5, -9.0], dtype=np.float32)
+    weight = int(weigh(row)[1])
+    for min_weight, last in ((weight, 2), (weight + 1, 0)):
+        settings = Sampling(temperature=1.0, top_k=3, min_p=min_weight / 2.0**44)
+        assert np.flatnonzero(keep(weigh(row), settings)).tolist() == list(range(last + 1))
+        draws = [Draw(settings, index) for index in range(6)]
+        rows = np.repeat(row[None], 6, axis=0)
+        assert on_device(rows, draws) == by_rule(rows, draws)
+    two = np.zeros((6, 2), dtype=np.float32)
+    assert on_device(two, [Draw(Sampling(temperature=1.0, top_k=1), index) for index in range(6)]) == [0] * 6
 
 
 def test_what_is_not_finite_becomes_no_token() -> None:
