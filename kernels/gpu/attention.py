@@ -34,6 +34,9 @@ from kernels.gpu.tuning import Launch, large_tiles
 LOG2_E = 1.4426950408889634
 STEP_ARRAYS = ("tables", "starts", "counts", "firsts")
 """Views whose alignment varies from step to step: compiled for each, an early request would wait for a compiler."""
+STEP_SIZES = ("table_width", "num_splits")
+"""Numbers of which the same is true: 1, and divisible by 16."""
+
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def _queries(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS, do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS, do_not_specialize=STEP_SIZES)
 def _decode_kernel(
     q, pool, partial, tables, starts, counts, firsts, scale,
     heads, dim, layer_base, part_stride, head_stride, block_stride, table_width, num_splits,
@@ -137,7 +140,7 @@ def _decode_kernel(
         tl.store(partial + place + dim + 1, total, mask=there)
 
 
-@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS[1:], do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS[1:], do_not_specialize=STEP_SIZES)
 def _combine_kernel(
     partial, out, starts, counts, firsts, heads, dim, num_splits,
     SPLIT: tl.constexpr, DIM: tl.constexpr,
@@ -166,7 +169,7 @@ def _combine_kernel(
         tl.store(target, result, mask=(d < dim)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS)
+@triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS, do_not_specialize=STEP_SIZES)
 def _chunk_kernel(
     q, pool, out, tables, starts, counts, firsts, scale,
     heads, dim, layer_base, part_stride, head_stride, block_stride, table_width,
