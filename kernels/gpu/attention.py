@@ -34,7 +34,7 @@ from kernels.gpu.tuning import Launch, large_tiles
 LOG2_E = 1.4426950408889634
 STEP_ARRAYS = ("tables", "starts", "counts", "firsts")
 """Views whose alignment varies from step to step: compiled for each, an early request would wait for a compiler."""
-STEP_SIZES = ("table_width", "num_splits")
+STEP_SIZES = ("table_width", "num_splits", "num_rows")
 """Numbers of which the same is true: 1, and divisible by 16."""
 
 
@@ -169,18 +169,36 @@ def _combine_kernel(
         tl.store(target, result, mask=(d < dim)[None, :])
 
 
+@triton.jit
+def _row_of_tile(firsts, num_rows, tile, TOKENS: tl.constexpr):
+    """The row whose tiles of `TOKENS` tokens hold this one, by bisection: row r's begin at `firsts[r] // TOKENS + r`,
+    which leaves room for all of a row's, and at most one of a row that is not used."""
+    low, high = tile * 0, tile * 0 + num_rows  # tensors, in the interpreter too
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(firsts + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS, do_not_specialize=STEP_SIZES)
 def _chunk_kernel(
     q, pool, out, tables, starts, counts, firsts, scale,
-    heads, dim, layer_base, part_stride, head_stride, block_stride, table_width,
+    heads, dim, layer_base, part_stride, head_stride, block_stride, table_width, num_rows,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles of tokens, KV heads). Rows of one token are decode rows, and not computed here."""
-    row, tile, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Grid (tiles of tokens of all rows times KV heads). Rows of one token are decode rows, and not computed here. The
+    last tiles of a chunk see most keys, so they begin first."""
+    kv_heads = heads // GROUP
+    kv_head = tl.program_id(0) % kv_heads
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
     TOKENS: tl.constexpr = ROWS // GROUP
+    row = _row_of_tile(firsts, num_rows, tile, TOKENS).to(tl.int64)
     count = tl.load(counts + row)
-    before = tile * TOKENS  # tokens of the chunk
+    before = (tile - row.to(tl.int32) - tl.load(firsts + row) // TOKENS) * TOKENS  # tokens of the chunk
     if count > 1 and before < count:
         left = tl.minimum(count - before, TOKENS)
         start = tl.load(starts + row) + before
@@ -257,7 +275,8 @@ def paged_attention(
     if step.max_count > 1:
         chosen = large_tiles(launch) if fast else launch
         rows = max(chosen.rows, rows)
-        grid = (step.num_rows, math.ceil(step.max_count / (rows // group)), kv_heads)
+        # Not rows times the longest chunk: one long chunk beside many decode rows would make a million idle programs.
+        grid = (kv_heads * (step.num_tokens // (rows // group) + step.num_rows),)
         _chunk_kernel[grid](
             q,
             pool,
@@ -267,6 +286,7 @@ def paged_attention(
             heads,
             dim,
             *strides,
+            step.num_rows,
             **constants,
             ROWS=rows,
             num_warps=chosen.warps,
