@@ -37,6 +37,9 @@ STEP_ARRAYS = ("tables", "starts", "counts", "firsts")
 STEP_SIZES = ("table_width", "num_splits", "num_rows")
 """Numbers of which the same is true: 1, and divisible by 16."""
 
+SPLIT_PROGRAMS = 16
+"""Of one row and KV head at most; which of them takes a split changes no bit. A graph's grid is that of the longest
+sequence: with a program for each split most would be idle (30,000 a layer at 64 rows of a model of 128k tokens)."""
 
 
 @triton.jit
@@ -119,25 +122,28 @@ def _decode_kernel(
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV heads, splits). `partial` `[rows, heads, splits, dim + 2]` fp32."""
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Grid (rows, KV heads, programs): of P programs, p takes splits p, p + P, … `partial`: fp32
+    `[rows, heads, splits, dim + 2]`."""
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(starts + row)
-    if tl.load(counts + row) == 1 and split * SPLIT <= position:
+    if tl.load(counts + row) == 1 and tl.program_id(2) * SPLIT <= position:
         first_token = tl.load(firsts + row)
-        queries, _at, _, there = _queries(q, first_token, 1, kv_head, heads, dim, GROUP, ROWS, DIM)
-        last_key = tl.minimum(position + 1, (split + 1) * SPLIT)
         positions = tl.zeros([ROWS], dtype=tl.int32) + position
-        best, total, values = _split_state(
-            queries.to(pool.dtype.element_ty), pool, tables + row * table_width, layer_base + kv_head * head_stride,
-            split * SPLIT, last_key, positions, scale, block_stride, part_stride, dim,
-            BLOCK, ROWS, KEYS, DIM, PRECISION,
-        )  # fmt: skip
-        d = tl.arange(0, DIM)
-        head = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
-        place = ((row * heads + head) * num_splits + split) * (dim + 2)
-        tl.store(partial + place[:, None] + d[None, :], values, mask=there[:, None] & (d < dim)[None, :])
-        tl.store(partial + place + dim, best, mask=there)
-        tl.store(partial + place + dim + 1, total, mask=there)
+        for split in range(tl.program_id(2), position // SPLIT + 1, tl.num_programs(2)):
+            queries, _at, _, there = _queries(q, first_token, 1, kv_head, heads, dim, GROUP, ROWS, DIM)
+            queries = queries.to(pool.dtype.element_ty)
+            last_key = tl.minimum(position + 1, (split + 1) * SPLIT)
+            best, total, values = _split_state(
+                queries, pool, tables + row * table_width, layer_base + kv_head * head_stride,
+                split * SPLIT, last_key, positions, scale, block_stride, part_stride, dim,
+                BLOCK, ROWS, KEYS, DIM, PRECISION,
+            )  # fmt: skip
+            d = tl.arange(0, DIM)
+            head = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
+            place = ((row * heads + head) * num_splits + split) * (dim + 2)
+            tl.store(partial + place[:, None] + d[None, :], values, mask=there[:, None] & (d < dim)[None, :])
+            tl.store(partial + place + dim, best, mask=there)
+            tl.store(partial + place + dim + 1, total, mask=there)
 
 
 @triton.jit(do_not_specialize_on_alignment=STEP_ARRAYS[1:], do_not_specialize=STEP_SIZES)
@@ -310,7 +316,7 @@ def _decode(
     assert isinstance(split, int)
     num_splits = math.ceil(step.max_end / split)
     partial = torch.empty((step.num_rows, heads, num_splits, dim + 2), dtype=torch.float32, device=q.device)
-    grid = (step.num_rows, pool.shape[3], num_splits)
+    grid = (step.num_rows, pool.shape[3], min(num_splits, SPLIT_PROGRAMS))
     _decode_kernel[grid](q, pool, partial, *arrays, factor, heads, dim, *strides, num_splits, **constants)
     _combine_kernel[(step.num_rows, heads)](
         partial, out, *arrays[1:], heads, dim, num_splits, SPLIT=split, DIM=width, enable_fp_fusion=False

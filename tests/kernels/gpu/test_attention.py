@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.gpu import attention
 from kernels.gpu.attention import paged_attention
 from kernels.gpu.tuning import Launch, attention_launch, read_tuning
 from tests.kernels.gpu.grid import (
@@ -207,3 +208,13 @@ def test_splits_grow_with_the_longest_sequence_alone() -> None:
     assert attention_launch(128, torch.bfloat16, 8192, cpu).split == 512
     assert attention_launch(128, torch.bfloat16, 131072, cpu).split == 2048
     assert attention_launch(256, torch.float32, 100, cpu).keys == 32
+
+
+def test_who_takes_a_split_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([(3, 1), (159, 1), (96, 1)], 2, 64, 16, torch.float32)
+    together = case.run()  # a program for each of five splits
+    for programs in (1, 3):
+        monkeypatch.setattr(attention, "SPLIT_PROGRAMS", programs)
+        for row, out in enumerate(case.run()):
+            assert torch.equal(out, together[row])
+            assert (out.double() - case.reference(row)).abs().max() < ERROR[torch.float32]
