@@ -59,9 +59,8 @@ class Batch:
     token_ids: list[int] = field(default_factory=list)
     rows: list[Sequence] = field(default_factory=list)
     scores: bool = False  # a row owes log-probabilities of its prompt
-    ahead: bool = (
-        False  # token ids below 0 are there: -1 - r is what row r of the batch before this one samples
-    )
+    # Token ids below 0 are there: -1 - r is what row r of the batch before this one samples.
+    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -314,9 +313,8 @@ class BatchingCore:
                     self.free(seq)
                     continue
                 seq.num_computed = computed = seq.num_computed + count
-                if (
-                    count > 1 or computed % block_size == 0
-                ):  # one token at a time completes a block only there
+                # One token at a time completes a block only at its end.
+                if count > 1 or computed % block_size == 0:
                     self.publish(seq)
         finally:
             self._out_of(seq for seq, _ in rows)  # nobody is left, unless we erred over one of them

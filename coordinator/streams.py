@@ -49,9 +49,7 @@ class MailboxStream:
         while not self._deltas:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._reader_asks = True
-            await self._waiter
+            await self._ask()
         self._reader_asks = False
         delta = self._deltas.popleft()
         self._bytes -= _size(delta)
@@ -59,10 +57,14 @@ class MailboxStream:
 
     async def wait(self, limit_s: float) -> None:
         if not self._deltas and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._reader_asks = True
-            await asyncio.wait((self._waiter,), timeout=limit_s)
+            await asyncio.wait((self._ask(),), timeout=limit_s)
             self._reader_asks = False
+
+    def _ask(self) -> asyncio.Future[None]:
+        """Done when there is something to take."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._reader_asks = True
+        return self._waiter
 
     def stop(self, choice: int) -> None:
         self._deltas = deque(delta for delta in self._deltas if delta.choice != choice)

@@ -124,9 +124,8 @@ class PagedCache:
         self._host = self._bytes.view(-1).numpy().data if self.device.type == "cpu" else None
         self._copies: BlockCopies | None = None
         if self._host is None:
-            from kernels.gpu.block_copies import (
-                BlockCopies,
-            )  # nothing of a GPU is imported where there is none
+            # Nothing of a GPU is imported where there is none.
+            from kernels.gpu.block_copies import BlockCopies
 
             self._copies = BlockCopies(self._bytes)
 

@@ -35,10 +35,8 @@ ROW = np.dtype(
         ("num_seen", "i4"),
         ("biased_at", "i4"),  # ids, then biases, then turns
         ("num_biased", "i4"),
-        (
-            "turns",
-            "i4",
-        ),  # an id that is biased twice is biased in two of them, in order: fp32 sums are not one sum
+        # An id that is biased twice is biased in two of them, in order: fp32 sums are not one sum.
+        ("turns", "i4"),
         ("banned_at", "i4"),
         ("num_banned", "i4"),
         ("mask_at", "i4"),  # 0: no grammar

@@ -3,7 +3,7 @@
 Tiles and warps of a reduction decide the order in which it adds, so they decide bits. Whatever is chosen is so for
 every batch of a process, and `describe` goes into the fingerprint: two workers exchange blocks only when theirs are
 equal. No autotuner picks per process. The table's values were chosen by reasoning on shared memory and registers of
-sm_80 and sm_90; a file written by measuring on a GPU (`bench/gpu_check.sh`) replaces them there:
+sm_80 and sm_90; a file that somebody wrote by measuring on a GPU (nothing here writes it yet) replaces them there:
 
     ${XDG_CACHE_HOME:-~/.cache}/kvferry/tuning/<GPU>-triton<version>.json
     {"attention": {"keys": 64, "warps": 4, "stages": 2}, …}
@@ -52,9 +52,7 @@ SPLITS_AT_MOST = 64
 def attention_launch(head_dim: int, dtype: torch.dtype, max_len: int, device: torch.device) -> Launch:
     """The invariant kernels', for decode rows and chunks alike: one instruction class and one order for both."""
     wide = head_dim * dtype.itemsize
-    launch = Launch(
-        keys=64 if wide <= 256 else 32
-    )  # a tile of K and one of V: 64 kB at most, with two stages
+    launch = Launch(keys=64 if wide <= 256 else 32)  # a tile of K and of V, two stages: 64 kB at most
     launch = replace(launch, **measured(device).get("attention", {}))
     split = launch.split
     while split * SPLITS_AT_MOST < max_len:

@@ -97,16 +97,18 @@ def test_a_number_that_is_no_blocks_is_neither_read_nor_written() -> None:
     assert gather_hashed(pool, blocks, out).tolist() == [0, 0, *on_host(pool[2:])]
     assert bool(out[:2].eq(POISON).all()) and torch.equal(out[2], pool[2])
     whole = random_blocks(5, 64, seed=1)
-    there = whole[1:4].clone()
-    before = there.clone()
+    there, before = whole[1:4], whole.clone()  # what lies beside it must stay as well
+    assert scatter_hashed(pool[:2], torch.tensor([-1, 3]), there).tolist() == [0, 0]
+    assert torch.equal(whole, before)
     assert scatter_hashed(pool, torch.tensor([-1, 3, 2**31], dtype=torch.int64), there).tolist() == [0, 0, 0]
-    assert torch.equal(there, before)
-    assert copy_hashed(pool, there, torch.tensor([[0, 9, 1], [7, 0, 1]])).tolist() == [
+    assert torch.equal(whole, before)
+    assert copy_hashed(pool, there, torch.tensor([[0, 9, 1], [3, 0, 1]])).tolist() == [
         0,
         0,
         *on_host(pool[1:2]),
     ]
-    assert torch.equal(there[[0, 2]], before[[0, 2]]) and torch.equal(there[1], pool[1])
+    assert torch.equal(there[1], pool[1])
+    assert torch.equal(whole[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
 
 
 def test_a_block_that_lies_past_two_to_the_31_words_is_found() -> None:
