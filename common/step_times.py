@@ -1,0 +1,101 @@
+"""How long a step takes by what stands in it, fitted online. Pure.
+
+    seconds = fixed + per_row · rows + per_context · tokens of context + per_chunk · chunk tokens
+
+The terms are those of a roofline: weights are read once a step, each row costs its small operations, each token of
+context its KV bytes, each token of a chunk its arithmetic. No coefficient is below zero, so more work is never said to
+take less time. Least squares with old steps forgotten (`MEMORY` steps), by coordinate descent on the normal equations
+(Friedman, Hastie, Tibshirani 2010): a few hundred multiplications, and only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEMORY = 400
+ENOUGH = 16
+SWEEPS = 60
+STALL = 4.0  # a step that took so many times what was expected was held up by something else, and counts as this
+RIDGE = 1e-6
+_SCALES = (1.0, 16.0, 4096.0, 256.0)  # of the four terms, so that they weigh alike in the descent
+
+Coefficients = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """`rows`: sequences that stand in it. `context`: tokens before the step's own, over all rows. `chunk`: prompt tokens
+    computed in it, those of recomputes too."""
+
+    rows: int
+    context: int
+    chunk: int
+
+
+def seconds_of(coefficients: Coefficients, shape: StepShape) -> float:
+    fixed, per_row, per_context, per_chunk = coefficients
+    return fixed + per_row * shape.rows + per_context * shape.context + per_chunk * shape.chunk
+
+
+def chunk_for(coefficients: Coefficients, shape: StepShape, seconds: float) -> int | None:
+    """The most chunk tokens with which a step of `shape`, its own chunk not counted, ends within `seconds`; None: any
+    number does."""
+    per_chunk = coefficients[3]
+    left_s = seconds - seconds_of(coefficients, StepShape(shape.rows, shape.context, 0))
+    if left_s <= 0:
+        return 0
+    return None if per_chunk <= 0 else int(left_s / per_chunk)
+
+
+class StepTimes:
+    """Of one worker: steps of one model on one machine."""
+
+    def __init__(self) -> None:
+        self.observed = 0
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._sums = [0.0] * 4
+        self._fit = [0.0] * 4
+        self._stale = False
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        if self.observed >= ENOUGH:
+            seconds = min(seconds, STALL * self.seconds(shape))
+        row = [term / scale for term, scale in zip(_terms(shape), _SCALES, strict=True)]
+        keep = 1.0 - 1.0 / MEMORY
+        for i, left in enumerate(row):
+            products = self._products[i]
+            for j, right in enumerate(row):
+                products[j] = keep * products[j] + left * right
+            self._sums[i] = keep * self._sums[i] + left * seconds
+        self.observed += 1
+        self._stale = True
+
+    @property
+    def coefficients(self) -> Coefficients | None:
+        """None while too few steps are known to say."""
+        if self.observed < ENOUGH:
+            return None
+        if self._stale:
+            self._descend()
+        fixed, per_row, per_context, per_chunk = (
+            value / scale for value, scale in zip(self._fit, _SCALES, strict=True)
+        )
+        return fixed, per_row, per_context, per_chunk
+
+    def seconds(self, shape: StepShape) -> float:
+        """0 while too few steps are known to say."""
+        fitted = self.coefficients
+        return 0.0 if fitted is None else seconds_of(fitted, shape)
+
+    def _descend(self) -> None:
+        fit, products = self._fit, self._products
+        for _ in range(SWEEPS):
+            for i, row in enumerate(products):
+                own = row[i] + RIDGE
+                rest = self._sums[i] - sum(row[j] * fit[j] for j in range(4) if j != i)
+                fit[i] = max(0.0, rest / own)
+        self._stale = False
+
+
+def _terms(shape: StepShape) -> tuple[float, float, float, float]:
+    return 1.0, float(shape.rows), float(shape.context), float(shape.chunk)
