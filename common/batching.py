@@ -23,6 +23,7 @@ from common.blocks import BlockPool
 from common.prefix import extend_chain, seed_hash
 from common.request import Request, SamplingParams, TokenLogprobs
 from common.sequence import NO_SLOT, Sequence
+from common.step_times import StepShape
 
 SCORED_COST = 3
 """What a prompt token takes of a step's budget whose log-probability is to be said, in tokens that are computed only:
@@ -65,6 +66,12 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def shape(self) -> StepShape:
+        """A row of one token counts as no chunk, whatever that token is."""
+        rows = len(self.rows)
+        return StepShape(rows, sum(self.starts), len(self.token_ids) - self.counts.count(1))
 
 
 class RowResult(Protocol):

@@ -100,7 +100,8 @@ class RegistrationRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker has on its hands. `step_s` is its smoothed time of one step."""
+    """What a worker has on its hands. `step_s` is its smoothed time of one step; `step_model` says how long one takes
+    by what stands in it (the coefficients of `step_times.py`), and nothing while too few steps are known."""
 
     running: Count
     waiting: Count
@@ -109,6 +110,7 @@ class Load:
     blocks_held: Count
     blocks_cached: Count
     step_s: Seconds
+    step_model: tuple[()] | tuple[Seconds, Seconds, Seconds, Seconds] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from common.messages import Abort, AboutRequest, Ended, Heartbeat, Load, PromptR
 from common.outbox import Outbox
 from common.request import Key, TokenLogprobs
 from common.sequence import Sequence
+from common.step_times import StepTimes
 
 Outcome = Literal["finished", "aborted", "failed", "handed_over"]
 
@@ -35,6 +36,7 @@ class Records:
         self.outbox = Outbox()
         self.ledger = Ledger()
         self.step_s = 0.0
+        self.step_times = StepTimes()
 
     def late(self, kind: str) -> None:
         """A message for something unknown, ended or older: normal, counted."""
@@ -42,6 +44,7 @@ class Records:
 
     def step(self, batch: Batch, step_s: float) -> None:
         self.step_s = step_s if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * step_s
+        self.step_times.observe(batch.shape, step_s)
         self.counters.observe("step_seconds", step_s)
         self.counters.observe("batch_size", float(len(batch.rows)))
         self.counters.observe("iteration_tokens_total", float(batch.num_tokens))
@@ -145,6 +148,7 @@ class Records:
             blocks_held=pool.held,
             blocks_cached=pool.cached,
             step_s=self.step_s,
+            step_model=self.step_times.coefficients or (),
         )
         return Heartbeat(
             load=load,

@@ -5,7 +5,8 @@
 The terms are those of a roofline: weights are read once a step, each row costs its small operations, each token of
 context its KV bytes, each token of a chunk its arithmetic. No coefficient is below zero, so more work is never said to
 take less time. Least squares with old steps forgotten (`MEMORY` steps), by coordinate descent on the normal equations
-(Friedman, Hastie, Tibshirani 2010): a few hundred multiplications, and only when somebody asks.
+(Friedman, Hastie, Tibshirani 2010): half a thousand multiplications, every `REFIT` steps and when somebody asks for the
+newest.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 
 MEMORY = 400
 ENOUGH = 16
+REFIT = 16
 SWEEPS = 60
-STALL = 4.0  # a step that took so many times what was expected was held up by something else, and counts as this
+STALL = (
+    4.0  # a step that took so many times what was expected was held up by something else, and counts as this
+)
 RIDGE = 1e-6
 _SCALES = (1.0, 16.0, 4096.0, 256.0)  # of the four terms, so that they weigh alike in the descent
 
@@ -24,8 +28,8 @@ Coefficients = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`rows`: sequences that stand in it. `context`: tokens before the step's own, over all rows. `chunk`: prompt tokens
-    computed in it, those of recomputes too."""
+    """`rows`: sequences that stand in it. `context`: tokens before the step's own, over all rows. `chunk`: prompt
+    tokens computed in it, those of recomputes too."""
 
     rows: int
     context: int
@@ -55,11 +59,13 @@ class StepTimes:
         self._products = [[0.0] * 4 for _ in range(4)]
         self._sums = [0.0] * 4
         self._fit = [0.0] * 4
-        self._stale = False
+        self._since_fit = 0
+        self.lately: Coefficients | None = None
+        """As of at most `REFIT` steps ago, for whoever asks in every step; None while too few steps are known."""
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        if self.observed >= ENOUGH:
-            seconds = min(seconds, STALL * self.seconds(shape))
+        if self.lately is not None:
+            seconds = min(seconds, STALL * seconds_of(self.lately, shape))
         row = [term / scale for term, scale in zip(_terms(shape), _SCALES, strict=True)]
         keep = 1.0 - 1.0 / MEMORY
         for i, left in enumerate(row):
@@ -68,19 +74,16 @@ class StepTimes:
                 products[j] = keep * products[j] + left * right
             self._sums[i] = keep * self._sums[i] + left * seconds
         self.observed += 1
-        self._stale = True
+        self._since_fit += 1
+        if self.observed >= ENOUGH and self._since_fit >= REFIT:
+            self._descend()
 
     @property
     def coefficients(self) -> Coefficients | None:
-        """None while too few steps are known to say."""
-        if self.observed < ENOUGH:
-            return None
-        if self._stale:
+        """With every step observed so far. None while too few are known to say."""
+        if self.observed >= ENOUGH and self._since_fit:
             self._descend()
-        fixed, per_row, per_context, per_chunk = (
-            value / scale for value, scale in zip(self._fit, _SCALES, strict=True)
-        )
-        return fixed, per_row, per_context, per_chunk
+        return self.lately
 
     def seconds(self, shape: StepShape) -> float:
         """0 while too few steps are known to say."""
@@ -94,7 +97,11 @@ class StepTimes:
                 own = row[i] + RIDGE
                 rest = self._sums[i] - sum(row[j] * fit[j] for j in range(4) if j != i)
                 fit[i] = max(0.0, rest / own)
-        self._stale = False
+        self._since_fit = 0
+        fixed, per_row, per_context, per_chunk = (
+            value / scale for value, scale in zip(fit, _SCALES, strict=True)
+        )
+        self.lately = (fixed, per_row, per_context, per_chunk)
 
 
 def _terms(shape: StepShape) -> tuple[float, float, float, float]:

@@ -16,7 +16,9 @@ from common.messages import (
     Abort,
     Accept,
     Handover,
+    Heartbeat,
     Later,
+    Load,
     Message,
     Nack,
     Offer,
@@ -79,6 +81,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
             "blocks_held": 5,
             "blocks_cached": 6,
             "step_s": 0.25,
+            "step_model": (0.01, 0.0, 1e-6, 1e-4),
         },
         "progress_age_s": 0.0,
         "live": ((ID, ATTEMPT, "decoding"),),
@@ -153,7 +156,7 @@ def test_round_trip(name: str) -> None:
 def test_bytes_are_pinned() -> None:
     """The envelope and the field names are the protocol: a change here is a new version."""
     assert encode(Abort(ID, ATTEMPT, "left"), WHO) == (
-        b"\x87\xa1v\x92\x02\x01\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
+        b"\x87\xa1v\x92\x02\x02\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
         b"\xa2id\xa2r1\xa7attempt\x03\xa6reason\xa4left"
     )
 
@@ -217,6 +220,10 @@ def test_what_is_not_ours_is_refused(changes: dict[str, object]) -> None:
         Abort(RequestId("x" * 2000), ATTEMPT, ""),
         Tokens(1, (TokenRow(ID, ATTEMPT, -1, (5,)),)),
         Tokens(-1, ()),
+        *(
+            Heartbeat(Load(0, 0, 0, 0, 0, 0, 0.0, model), 0.0, (), {}, {}, {})  # type: ignore[arg-type]
+            for model in ((0.1, 0.1, 0.1), (0.1,) * 5, (0.1, 0.1, -0.1, 0.1), (0.1, 0.1, 0.1, float("nan")))
+        ),
     ],
 )
 def test_values_that_would_break_who_uses_them_are_refused(message: Message) -> None:

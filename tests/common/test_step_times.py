@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from common.step_times import ENOUGH, MEMORY, StepShape, StepTimes, chunk_for, seconds_of
+from common.step_times import ENOUGH, MEMORY, REFIT, StepShape, StepTimes, chunk_for, seconds_of
 
 MADE_BY = (8e-3, 4e-4, 1.5e-6, 9e-5)
 
@@ -55,6 +54,18 @@ def test_one_stall_does_not_spoil_it() -> None:
     before = times.seconds(one)
     times.observe(one, 30.0)
     assert times.seconds(one) < 1.2 * before
+
+
+def test_whoever_asks_in_every_step_hears_of_all_but_the_newest() -> None:
+    times = fed(300)
+    lately = times.lately
+    assert lately is not None
+    slower = (16e-3, 8e-4, 3e-6, 18e-5)
+    for steps in range(REFIT):
+        assert steps == 0 or times.lately == lately or steps >= REFIT - 300 % REFIT
+        times.observe(StepShape(8, 2000, 0), seconds_of(slower, StepShape(8, 2000, 0)))
+    assert times.lately != lately
+    assert times.coefficients == times.lately, "the newest, to whoever asks for it"
 
 
 @given(
