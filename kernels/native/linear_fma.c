@@ -1,5 +1,7 @@
 /* Products in fp32: by fused multiply-add with AVX-512, with AVX2 to equal bits, and in plain C with two roundings.
  * Weights stay in their dtype and are widened as they are read; x comes in fp32. */
+#include <stdlib.h>
+
 #include "linear_kernels.h"
 
 #define KERNELS "linear_fma.h"

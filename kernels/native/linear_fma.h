@@ -10,8 +10,10 @@ INLINE vf NAME(load_weight)(const char *group, long k, int odd, int dtype) {
     return odd ? NAME(second_of_pairs)(pairs) : NAME(first_of_pairs)(pairs);
 }
 
-/* Adds the bias, rounds, writes the outputs of one group that exist. Called, so that the many cases compile fast. */
-static __attribute__((noinline)) void NAME(write_group)(const product *p, long row, long group, vf sum) {
+/* Adds the bias, rounds, writes the outputs of one group that exist. Called, so that the many cases compile fast; with
+ * an address, because a sum that is itself an argument lives in memory all the time with AVX2, which halves the speed. */
+static __attribute__((noinline)) void NAME(write_group)(const product *p, long row, long group, const float *sums) {
+    vf sum = NAME(load32)(sums);
     const int outputs = real_outputs(p, group), item = ITEM_BYTES(p->out_dtype);
     char *to = p->y + (row * p->w->out + group * LANES) * item, rounded_sums[LANES * 4];
     float bias[LANES] = {0};
@@ -47,19 +49,23 @@ static __attribute__((noinline)) void NAME(write_group)(const product *p, long r
         FOR_ROWS(STEP) \
         k++; \
     }
+#define WRITE_GROUP(r, g) \
+    NAME(store32)(sums, s##r##g); \
+    NAME(write_group)(p, row + r, group + g, sums);
 #define WRITE(r) \
     if (rows > r) { \
-        NAME(write_group)(p, row + r, group, s##r##0); \
-        if (groups > 1) NAME(write_group)(p, row + r, group + 1, s##r##1); \
+        WRITE_GROUP(r, 0) \
+        if (groups > 1) { WRITE_GROUP(r, 1) } \
         if (groups > 2) { \
-            NAME(write_group)(p, row + r, group + 2, s##r##2); \
-            NAME(write_group)(p, row + r, group + 3, s##r##3); \
+            WRITE_GROUP(r, 2) \
+            WRITE_GROUP(r, 3) \
         } \
     }
 
-/* One, two or four groups of outputs for `rows` rows, held in registers. */
-INLINE void NAME(block)(const product *p, long group, int groups, long row, int rows, int dtype) {
-    const char *weights = (const char *)p->w->packed + group * p->group_bytes, *x = p->x + row * p->x_stride;
+/* One, two or four groups of outputs for `rows` rows, held in registers; `weights` are those of the first group. */
+INLINE void NAME(block)(
+    const product *p, const char *weights, long group, int groups, long row, int rows, int dtype) {
+    const char *x = p->x + row * p->x_stride;
     const long even = p->w->in / 2 * 2;
     FOR_ROWS(ZERO)
     long k = 0;
@@ -68,6 +74,7 @@ INLINE void NAME(block)(const product *p, long group, int groups, long row, int 
         FEATURE(1)
     }
     if (k < p->w->in) FEATURE(0)
+    float sums[LANES];
     FOR_ROWS(WRITE)
 }
 #undef ZERO
@@ -75,6 +82,7 @@ INLINE void NAME(block)(const product *p, long group, int groups, long row, int 
 #undef WEIGHT
 #undef FEATURE
 #undef WRITE
+#undef WRITE_GROUP
 
 /* As many sums as the registers hold: 32 of sixteen lanes, or 16 of eight. */
 #if ISA == 512
@@ -85,11 +93,28 @@ INLINE void NAME(block)(const product *p, long group, int groups, long row, int 
 #define SUMS_OF_TWO 2
 #endif
 INLINE void NAME(rows_of)(const product *p, long group, int groups, long row, int rows, int together, int dtype) {
-    for (int g = 0; g < groups; g += together) NAME(block)(p, group + g, together, row, rows, dtype);
+    const char *weights = (const char *)p->w->packed + group * p->group_bytes;
+    for (int g = 0; g < groups; g += together)
+        NAME(block)(p, weights + g * p->group_bytes, group + g, together, row, rows, dtype);
 }
 
-INLINE void NAME(item)(const product *p, long group, int groups, int dtype) {
+#if ISA == 256
+/* Eight lanes leave no register to widen weights in beside twelve sums: those of a group are widened once for all
+ * rows. Returns the row after the last of whole blocks. */
+#define WORTH_WIDENING 24
+INLINE long NAME(wide_item)(const product *p, long group, int groups, int dtype, char *wide) {
     long row = 0;
+    for (int g = 0; g < groups; g++) {
+        const char *weights = (const char *)p->w->packed + (group + g) * p->group_bytes;
+        for (long k = 0; k < p->w->in; k++)
+            NAME(store32)((float *)wide + k * LANES, NAME(load_weight)(weights, k, (int)(k % 2), dtype));
+        for (row = 0; row + 6 <= p->rows; row += 6) NAME(block)(p, wide, group + g, 1, row, 6, FLOAT32);
+    }
+    return row;
+}
+#endif
+
+INLINE void NAME(item)(const product *p, long group, int groups, long row, int dtype) {
 #define SIX (groups < SUMS_OF_SIX ? groups : SUMS_OF_SIX)
 #define TWO (groups < SUMS_OF_TWO ? groups : SUMS_OF_TWO)
     for (; row + 6 <= p->rows; row += 6) NAME(rows_of)(p, group, groups, row, 6, SIX, dtype);
@@ -129,19 +154,31 @@ ALWAYS void NAME(block)(const product *p, long group, long row, long rows, int d
         }
 }
 
-ALWAYS void NAME(item)(const product *p, long group, int groups, int dtype) {
+ALWAYS void NAME(item)(const product *p, long group, int groups, long row, int dtype) {
     for (int g = 0; g < groups; g++)
-        for (long row = 0; row < p->rows; row += PLAIN_ROWS)
-            NAME(block)(p, group + g, row, p->rows - row < PLAIN_ROWS ? p->rows - row : PLAIN_ROWS, dtype);
+        for (long first = row; first < p->rows; first += PLAIN_ROWS)
+            NAME(block)(p, group + g, first, p->rows - first < PLAIN_ROWS ? p->rows - first : PLAIN_ROWS, dtype);
 }
 #undef PLAIN_ROWS
 #endif
 
 ALWAYS void NAME(outputs)(const product *p, long first, long last, int dtype) {
+#if ISA == 256
+    char *wide = NULL; /* without memory for it, the same bits come slower */
+    if (dtype != FLOAT32 && p->rows >= WORTH_WIDENING) wide = aligned_alloc(64, (size_t)p->w->in * LANES * 4);
+#endif
     for (long group = first * GROUPS; group < last * GROUPS && group < p->groups; group += GROUPS) {
-        if (group + GROUPS <= p->groups) NAME(item)(p, group, GROUPS, dtype);
-        else NAME(item)(p, group, GROUPS / 2, dtype);
+        long row = 0;
+        const int groups = group + GROUPS <= p->groups ? GROUPS : GROUPS / 2;
+#if ISA == 256
+        if (wide) row = NAME(wide_item)(p, group, groups, dtype, wide);
+#endif
+        if (groups == GROUPS) NAME(item)(p, group, GROUPS, row, dtype);
+        else NAME(item)(p, group, GROUPS / 2, row, dtype);
     }
+#if ISA == 256
+    free(wide);
+#endif
 }
 
 #define WORK(name, dtype) \
