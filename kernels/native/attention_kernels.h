@@ -8,8 +8,18 @@
 
 #ifndef VECTOR_PAIRS
 #define VECTOR_PAIRS 8
-#define OUTPUT_PAIRS 4
 #define BLOCKS_AHEAD 4
+#endif
+/* What the registers hold: 32 of sixteen lanes, or 16 of eight. With one sum more than that each is in memory, and a
+ * chain of adds waits for it every time. */
+#if ISA == 256
+#define SCORE_PAIRS 2
+#define OUTPUT_PAIRS 2
+#define OUTPUT_COLUMNS 2
+#else
+#define SCORE_PAIRS VECTOR_PAIRS
+#define OUTPUT_PAIRS 4
+#define OUTPUT_COLUMNS 4
 #endif
 
 /* Blocks of one sequence lie far apart, which the processor's own prefetcher cannot guess: without this, four fifths
@@ -67,7 +77,7 @@ typedef struct {
 } NAME(source);
 
 /* Adds keys [from, to) of `columns` * 16 dims from `dim` on, for pairs 0 .. rows - 1. */
-INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*sums)[4], int dim, int columns,
+INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*sums)[OUTPUT_COLUMNS], int dim, int columns,
                              int from, int to, int rows, int dtype) {
     const int item = ITEM_BYTES(dtype);
     const long row_bytes = (long)s->head_dim * item, pair_bytes = 2 * row_bytes;
@@ -80,8 +90,8 @@ INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*
             NAME(prefetch)(s->values + s->table[block + BLOCKS_AHEAD] * s->block_stride, row_bytes * s->block_size);
         for (; t < end; t++) {
             const int at = t % s->block_size;
-            vf v[4], next[4];
-            const int both = IN_PAIRS(dtype) && at % 2 == 0 && t + 1 < end;
+            vf v[OUTPUT_COLUMNS], next[OUTPUT_COLUMNS];
+            const int both = IN_PAIRS(dtype) && ISA != 256 && at % 2 == 0 && t + 1 < end;
             for (int c = 0; c < columns; c++) {
                 if (IN_PAIRS(dtype)) {
                     const uint16_t *pair = (const uint16_t *)(values + at / 2 * pair_bytes) + 2 * (dim + 16 * c);
@@ -105,7 +115,7 @@ INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*
 
 INLINE void NAME(output_rows)(const NAME(source) *s, float *const *weights, const int *seen, const float *totals,
                               char *const *out, int columns, int dim, int rows, int dtype) {
-    vf sums[OUTPUT_PAIRS][4];
+    vf sums[OUTPUT_PAIRS][OUTPUT_COLUMNS];
     int shared = seen[0];
     for (int r = 0; r < rows; r++) {
         shared = seen[r] < shared ? seen[r] : shared;
@@ -125,10 +135,16 @@ INLINE void NAME(output_columns)(const NAME(source) *s, float *const *weights, c
                                  char *const *out, int dim, int columns, int rows, int dtype) {
 #define OUTPUT(n, c) NAME(output_rows)(s, weights, seen, totals, out, c, dim, n, dtype)
 #define OUTPUT_OF(c) \
-    { if (rows == 1) OUTPUT(1, c); else if (rows == 2) OUTPUT(2, c); else if (rows == 3) OUTPUT(3, c); else OUTPUT(4, c); }
-    if (columns == 4) OUTPUT_OF(4) else OUTPUT_OF(1)
+    { if (rows == 1) OUTPUT(1, c); else if (rows == 2) OUTPUT(2, c); else OUTPUT_OF_MORE(c) }
+#if OUTPUT_PAIRS > 2
+#define OUTPUT_OF_MORE(c) { if (rows == 3) OUTPUT(3, c); else OUTPUT(4, c); }
+#else
+#define OUTPUT_OF_MORE(c) __builtin_unreachable();
+#endif
+    if (columns == OUTPUT_COLUMNS) OUTPUT_OF(OUTPUT_COLUMNS) else OUTPUT_OF(1)
 #undef OUTPUT
 #undef OUTPUT_OF
+#undef OUTPUT_OF_MORE
 }
 
 /* Few cases of row counts, and a remainder in parts: a copy for every count would take minutes to compile. */
@@ -137,8 +153,12 @@ INLINE void NAME(score_rows)(const char *keys, long stride, const float *const *
 #define SCORE(n, from) \
     NAME(score_keys)(keys, stride, q + (from), scores + (from), position, head_dim, scale, n, dtype)
     int r = 0;
+#if SCORE_PAIRS == VECTOR_PAIRS
     if (rows == VECTOR_PAIRS) { SCORE(VECTOR_PAIRS, 0); return; }
     if (rows >= 4) { SCORE(4, 0); r = 4; }
+#else
+    for (; rows - r > 3; r += SCORE_PAIRS) SCORE(SCORE_PAIRS, r);
+#endif
     if (rows - r == 3) SCORE(3, r);
     else if (rows - r == 2) SCORE(2, r);
     else if (rows - r == 1) SCORE(1, r);
@@ -179,7 +199,7 @@ INLINE void NAME(attend_pairs)(const attention_tile *tile, int dtype) {
     for (int r = 0; r < rows; r += OUTPUT_PAIRS) {
         const int part = rows - r < OUTPUT_PAIRS ? rows - r : OUTPUT_PAIRS;
         for (int dim = 0, columns; dim < a->head_dim; dim += 16 * columns) {
-            columns = a->head_dim - dim >= 64 ? 4 : 1;
+            columns = a->head_dim - dim >= 16 * OUTPUT_COLUMNS ? OUTPUT_COLUMNS : 1;
             NAME(output_columns)(&source, scores + r, seen + r, totals + r, out + r, dim, columns, part, dtype);
         }
     }
@@ -191,3 +211,7 @@ static void NAME(attend)(const attention_tile *tile) {
     else if (dtype == BFLOAT16) NAME(attend_pairs)(tile, BFLOAT16);
     else NAME(attend_pairs)(tile, FLOAT16);
 }
+
+#undef SCORE_PAIRS
+#undef OUTPUT_PAIRS
+#undef OUTPUT_COLUMNS
