@@ -98,7 +98,7 @@ class Request:
     """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`).
 
     `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`); its own id where
-    others share this one's; empty where nobody shares.
+    others share this one's; empty where nobody shares. `itl_s` is its tier's target for the gaps of its answer.
     """
 
     request_id: Annotated[RequestId, SHORT]
@@ -110,6 +110,7 @@ class Request:
     tenant: Word = ""
     cache_salt: Word = ""
     leader: Word = ""
+    itl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @property
     def prompt_tokens(self) -> int:

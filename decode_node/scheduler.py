@@ -8,8 +8,8 @@ between steps. The rules, in the order in which `schedule` applies them:
    then the last sequence by (class, arrival) is preempted: its blocks go, its tokens stay.
 2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
    then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits.
-3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, but
-   at least MIN_CHUNK so that a full batch cannot starve them.
+3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, or of the
+   time that the tightest ITL target of the answers leaves (`chunk_budget.py`).
 4. Where a device takes a second batch while the first is out, decoding sequences of the first stand in it with a token
    that is not known yet, unless the host must see that token first (`may_go_ahead`); chunks wait until they are back.
    One that turns out to have ended stands there for nothing: its blocks stay its own until the batch is back. Nobody
@@ -38,9 +38,10 @@ from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
 from common.request import Attempt, Key, Request, TokenLogprobs
 from common.sequence import Sequence, finish_reason, may_go_ahead
+from common.step_times import Coefficients
+from decode_node.chunk_budget import ChunkBudget
 from decode_node.forming import Continuous, Forming
 
-MIN_CHUNK = 16
 MAX_PASSES = 32
 ASKS_FOR_S = 5.0
 """A transfer told "later" that has not asked again for so long does not want room any more."""
@@ -75,6 +76,7 @@ class DecodeScheduler:
         self._core = core
         self._max_inflight = max_inflight
         self._forming = forming or Continuous()
+        self._chunk_budget = ChunkBudget(core.max_num_batched_tokens)
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
         self._ready: list[Sequence] = []
@@ -204,14 +206,15 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ one step
 
-    def schedule(self, now: float) -> Batch | None:
-        """The next step. Beside a batch that is out (`max_inflight`), what is known of it already: see rule 4."""
+    def schedule(self, now: float, step_model: Coefficients | None = None) -> Batch | None:
+        """The next step. Beside a batch that is out (`max_inflight`), what is known of it already: see rule 4.
+        `step_model`: how long steps take here, where that is known."""
         if self._core.num_out:
-            return self._schedule_ahead(now)
+            return self._schedule_ahead(now, step_model)
         self._grow(now)
-        return self._fill(self._decoding, [], now)
+        return self._fill(self._decoding, [], now, step_model)
 
-    def _schedule_ahead(self, now: float) -> Batch | None:
+    def _schedule_ahead(self, now: float, step_model: Coefficients | None) -> Batch | None:
         if self._core.num_out >= self._max_inflight:
             return None
         self._core.is_running()
@@ -220,9 +223,11 @@ class DecodeScheduler:
         for seq in sorted((*known, *ahead), key=_by_order):
             if not self._core.grow(seq, seq.in_batch):
                 return None
-        return self._fill(known, ahead, now)
+        return self._fill(known, ahead, now, step_model)
 
-    def _fill(self, known: list[Sequence], ahead: list[Sequence], now: float) -> Batch | None:
+    def _fill(
+        self, known: list[Sequence], ahead: list[Sequence], now: float, step_model: Coefficients | None
+    ) -> Batch | None:
         """Who may join, and the step's rows."""
         before = len(self._decoding)
         self._join_delivered(now)
@@ -232,7 +237,8 @@ class DecodeScheduler:
         joined = self._decoding[before:]
         self._core.add_decode_rows(known if known is self._decoding else known + joined)
         self._core.add_rows_ahead(ahead)
-        self._add_chunks(max(self._core.max_num_batched_tokens - len(self._decoding), MIN_CHUNK))
+        if self._prefilling:
+            self._add_chunks(self._chunk_budget.tokens(self._decoding, self._prefilling, step_model))
         return self._core.take_batch()
 
     def _may_start(self, now: float) -> bool:

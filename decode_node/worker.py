@@ -261,7 +261,7 @@ class DecodeWorker:
         scheduler, counters = self._scheduler, self.records.counters
         before, lost = scheduler.preemptions, scheduler.lost_tokens
         self._pending += self._deliver_whole(now)
-        batch = scheduler.schedule(now)
+        batch = scheduler.schedule(now, self.records.step_times.lately)
         if scheduler.preemptions > before:
             counters.add("num_preemptions_total", scheduler.preemptions - before)
             counters.add("lost_tokens_total", scheduler.lost_tokens - lost, cause="preemption")

@@ -15,7 +15,7 @@ from common.effects import Effect, ToSender
 from common.messages import AboutRequest, Block, Cancel, Decode, Handover, Later, Nack, Offer, Revoke
 from common.request import Key, WorkerId, pack_ids
 from common.sequence import Sequence
-from decode_node.scheduler import MIN_CHUNK
+from decode_node.chunk_budget import MIN_CHUNK
 from decode_node.worker import DecodeWorker
 from tests.common.stepping import BLOCK
 from tests.common.worker_machine import (

@@ -1,0 +1,119 @@
+"""Local prefill beside answers with an ITL target: the rule by itself, and a whole worker in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from bench.virtual_cluster import FRONT, Answer, VirtualCluster
+from bench.virtual_worker import Shape, StepTime
+from common.lifecycle import Phase
+from common.request import Request, RequestId, SamplingParams, pack_ids
+from common.sequence import Sequence
+from common.step_times import Coefficients, StepShape, seconds_of
+from decode_node.chunk_budget import CAUTION, MIN_CHUNK, PATIENCE, ChunkBudget
+from tests.common.stepping import attempt, prompt, request
+
+MODEL: Coefficients = (0.008, 0.0005, 1e-6, 0.0003)
+MOST = 256
+
+
+def seqs(count: int, itl_s: float | None = None, computed: int = 100) -> list[Sequence]:
+    made = []
+    for index in range(count):
+        wanted = replace(request(f"r{index}", prompt(8)), itl_s=itl_s)
+        seq = Sequence(wanted, attempt(), b"", index, Phase.QUEUED, 0.0)
+        seq.num_computed = computed
+        made.append(seq)
+    return made
+
+
+def step_s(decoding: list[Sequence], prefilling: list[Sequence], chunk: int) -> float:
+    context = sum(seq.num_computed for seq in (*decoding, *prefilling))
+    return seconds_of(MODEL, StepShape(len(decoding) + len(prefilling), context, chunk))
+
+
+def test_as_much_as_fits_under_the_tightest_target() -> None:
+    decoding, prefilling = [*seqs(4, 0.2), *seqs(1, 0.04), *seqs(2)], seqs(2)
+    budget = ChunkBudget(MOST).tokens(decoding, prefilling, MODEL)
+    assert MIN_CHUNK < budget < MOST - len(decoding)
+    assert step_s(decoding, prefilling, budget) <= CAUTION * 0.04 < step_s(decoding, prefilling, budget + 1)
+
+
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_without_targets_or_without_a_fit_it_is_what_the_step_leaves(model: Coefficients | None) -> None:
+    itl_s = None if model else 0.001
+    assert ChunkBudget(MOST).tokens(seqs(7, itl_s), seqs(1), model) == MOST - 7
+    assert ChunkBudget(8).tokens(seqs(7, itl_s), seqs(1), model) == MIN_CHUNK, "a full batch starves nobody"
+    assert ChunkBudget(MOST).tokens([], seqs(1, 0.001), MODEL) == MOST, "only answers have gaps"
+
+
+def test_a_wide_target_gives_no_more_than_the_step_may_have() -> None:
+    assert ChunkBudget(MOST).tokens(seqs(7, 10.0), seqs(1), MODEL) == MOST - 7
+    free: Coefficients = (0.008, 0.0, 0.0, 0.0)
+    assert ChunkBudget(MOST).tokens(seqs(7, 0.04), seqs(1), free) == MOST - 7
+
+
+def test_the_least_chunk_is_in_every_step_that_keeps_its_target_with_it() -> None:
+    decoding, prefilling = seqs(4, 1.0), seqs(1)
+    bare = step_s(decoding, prefilling, MIN_CHUNK)
+    for seq in decoding:
+        seq.request = replace(seq.request, itl_s=bare * 1.01)  # beyond CAUTION, within the target
+    budget = ChunkBudget(MOST)
+    assert [budget.tokens(decoding, prefilling, MODEL) for _ in range(20)] == [MIN_CHUNK] * 20
+
+
+def test_what_breaks_the_target_anyway_goes_on_every_few_steps() -> None:
+    budget = ChunkBudget(MOST)
+    given = [budget.tokens(seqs(4, 0.001), seqs(1), MODEL) for _ in range(5 * PATIENCE)]
+    assert given == ([0] * (PATIENCE - 1) + [MIN_CHUNK]) * 5
+
+
+# ---------------------------------------------------------------- a worker in virtual time
+
+TIME = StepTime(0.008, 0.0005, 0.0003)
+TARGET_S = 0.04
+FULL_STEP_S = TIME.base_s + 7 * TIME.row_s + MOST * TIME.token_s
+
+
+def chats_beside_long_prompts(itl_s: float | None) -> tuple[list[Answer], list[Answer]]:
+    """Six that chat, and long prompts that come while they do."""
+    cluster = VirtualCluster(
+        seed=3, num_prefill=0, num_decode=1, decode_shape=Shape(4000), step_time=TIME, prefill_shape=None
+    )
+    cluster.run(until=1.0)
+
+    def submit(name: str, tokens: int, answer: int, itl_s: float | None) -> Answer:
+        first = 2000 * len(cluster.answers)
+        ids = pack_ids(range(first, first + tokens))
+        return cluster.submit(Request(RequestId(name), ids, SamplingParams(answer), FRONT, itl_s=itl_s))
+
+    chats = [submit(f"chat{index}", 20, 400, itl_s) for index in range(6)]
+    cluster.run(until=2.0)
+    prompts = [submit(f"long{index}", 1500, 2, None) for index in range(4)]
+    cluster.run(until=40.0)
+    assert all(answer.end == "length" for answer in (*chats, *prompts))
+    cluster.check_idle()
+    return chats, prompts
+
+
+def gaps_s(answers: list[Answer]) -> list[float]:
+    """From when the long prompts come on, and the worker knows how long its steps take."""
+    pairs = [pair for answer in answers for pair in pairwise(answer.stamps)]
+    return [after - before for before, after in pairs if before > 2.0]
+
+
+def test_gaps_stay_under_the_target_beside_long_prompts() -> None:
+    chats, prompts = chats_beside_long_prompts(TARGET_S)
+    assert max(gaps_s(chats)) <= TARGET_S
+    most_s = max(answer.stamps[0] - answer.submitted for answer in prompts)
+    assert most_s < 4, "and they get all that the target leaves"
+
+
+def test_without_a_target_steps_are_as_full_as_ever() -> None:
+    chats, _ = chats_beside_long_prompts(None)
+    gaps = gaps_s(chats)
+    assert max(gaps) == pytest.approx(FULL_STEP_S, abs=0.002)
+    assert sum(gap > 2 * TARGET_S for gap in gaps) >= 6 * 20
