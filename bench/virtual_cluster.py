@@ -38,6 +38,8 @@ from coordinator.registry import Registry
 FRONT = FrontId("front")
 NOTICED_AFTER_S = 0.05
 """From the end of a process to the coordinator's hearing of it, where it watches the process."""
+COMES_BACK_AFTER_S = 3.0
+"""From the end of a process to the first word of the one that goes on in its place, in the other role."""
 _LOOKS_EVERY_S = 0.05
 
 
@@ -164,7 +166,7 @@ class VirtualCluster:
         loop = self.loops[WorkerId(name)]
         loop.kill()
         if noticed:
-            self._process_left(loop.worker)
+            self._notice(loop.worker)
 
     def restart(self, name: str) -> None:
         self.loops[WorkerId(name)].start()
@@ -175,7 +177,13 @@ class VirtualCluster:
 
     def drain(self, name: str, deadline_s: float = 30.0) -> None:
         """`POST /admin/workers/{id}/drain`."""
-        effects = self.cluster.drain(WorkerId(name), deadline_s, self.now)
+        effects = self.cluster.departures.drain(WorkerId(name), deadline_s, self.now)
+        assert effects is not None
+        self._carry_out(effects)
+
+    def set_role(self, name: str, role: Role, deadline_s: float = 30.0) -> None:
+        """`POST /admin/workers/{id}/role`. Raises Conflict."""
+        effects = self.cluster.departures.change_role(WorkerId(name), role, deadline_s, self.now)
         assert effects is not None
         self._carry_out(effects)
 
@@ -187,7 +195,21 @@ class VirtualCluster:
         self.loops[WorkerId(name)].thaw()
 
     def _process_left(self, worker: VirtualWorker) -> None:
-        self.at(self.now + NOTICED_AFTER_S, lambda: self._process_ended(worker.name, worker.incarnation))
+        """By itself."""
+        self._notice(worker)
+        if self.loops[worker.name].changes_role:
+            self.at(self.now + COMES_BACK_AFTER_S, lambda: self._comes_back(worker.name))
+
+    def _comes_back(self, name: WorkerId) -> None:
+        if self.loops[name].alive:  # somebody started it as it was
+            return
+        loop, worker = self.loops.pop(name), self.workers.pop(name)
+        loop.start(other_role=True)
+        self.loops[worker.name], self.workers[worker.name] = loop, worker
+
+    def _notice(self, worker: VirtualWorker) -> None:
+        name, life = worker.name, worker.incarnation
+        self.at(self.now + NOTICED_AFTER_S, lambda: self._process_ended(name, life))
 
     def _process_ended(self, name: WorkerId, life: Incarnation) -> None:
         """The coordinator watches the processes of its own machine."""

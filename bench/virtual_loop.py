@@ -12,7 +12,7 @@ from bench.virtual_network import COORDINATOR, Parcel, VirtualNetwork
 from bench.virtual_worker import BLOCK_BYTES, VirtualWorker
 from common.batching import Batch
 from common.effects import Effect, SendBlock, ToCoordinator, ToFront, ToReceiver, ToSender
-from common.messages import Block, Drain, HeartbeatAck, Message, Registered
+from common.messages import Block, Drain, HeartbeatAck, Message, Registered, SetRole
 from common.request import Incarnation, WorkerId
 
 HEARTBEAT_S = 0.5
@@ -42,6 +42,7 @@ class VirtualLoop:
         self._network.join(self.worker.name, self._receive, self._peer_gone)
         self.alive = True
         self.frozen = False
+        self.changes_role = False  # it is to leave in order to come back in the other one
         self._registered = False
         self._answered_at = self._clock.now
         self.batches: list[Batch] = []  # of the steps that are out, oldest first
@@ -70,8 +71,10 @@ class VirtualLoop:
         self.alive = False
         self._network.left(self.worker.name)
 
-    def start(self) -> None:
+    def start(self, *, other_role: bool = False) -> None:
         """A new life of a worker that may still have been there."""
+        if other_role:
+            self.worker.change_role()
         self.worker.start()
         self._begin()
 
@@ -146,7 +149,9 @@ class VirtualLoop:
     # ------------------------------------------------------------ coming in
 
     def _receive(self, parcel: Parcel, intact: bool) -> None:
-        if not self.alive:
+        if (
+            not self.alive or parcel.target != self.worker.name
+        ):  # it is late, and for who it was in another role
             return
         if self.frozen:
             if len(self._unread) < MAX_UNREAD:
@@ -161,6 +166,10 @@ class VirtualLoop:
                 self._heard_ack(ack)
             case Drain(deadline_s):
                 self.stop(deadline_s)
+            case SetRole(role, deadline_s):
+                if role != self.worker.role:
+                    self.changes_role = True
+                    self.stop(deadline_s)
             case message:
                 self.carry_out(self.worker.node.handle(message, WorkerId(parcel.source), self._clock.now))
         if self.alive:

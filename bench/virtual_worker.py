@@ -10,6 +10,7 @@ from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.messages import PeerAddress, Register, Role, Sender
 from common.request import Incarnation, WorkerId
+from common.roles import id_in_other_role, other_role
 from decode_node.forming import RequestLevel
 from decode_node.worker import DecodeWorker
 from prefill_node.worker import PrefillWorker
@@ -92,6 +93,11 @@ class VirtualWorker:
                 forming=None if timeout_s is None else RequestLevel(shape.max_num_seqs, timeout_s),
                 max_inflight=shape.max_inflight,
             )
+
+    def change_role(self) -> None:
+        """Between two lives."""
+        self.name = WorkerId(id_in_other_role(self.name, self.role))
+        self.role = other_role(self.role)
 
     @property
     def max_inflight(self) -> int:

@@ -12,6 +12,7 @@ needs and reads no settings, files or environment of its own.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 
 LAST_PAIR_OF_PORTS = 65534
+WORKER_ID = r"((prefill|decode)-from-)?[A-Za-z0-9._-]{1,64}"  # one that changed its role has it in its id
 
 NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
@@ -206,9 +208,13 @@ class WorkerSettings(EngineSettings):
         """Where it is told to listen, if it is."""
         return self.advertised if self.bind is None else parse_address(self.bind)
 
+    def name_as(self, role: WorkerRole) -> str:
+        """In logs, metrics and to the others."""
+        return self.worker_id or f"{role}-{os.getpid()}"
+
     @model_validator(mode="after")
     def _name(self) -> Self:
-        if self.worker_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.worker_id):
+        if self.worker_id is not None and not re.fullmatch(WORKER_ID, self.worker_id):
             raise ValueError("--worker-id: 1 to 64 of A-Z a-z 0-9 . _ -")
         return self
 

@@ -94,6 +94,8 @@ def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] 
     for name in columns:
         table.add_column(TITLES.get(name, name), no_wrap=True)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
+        if row.get("becomes"):
+            row = {**row, "state": f"{row['state']}, becomes {row['becomes']}"}
         shown = row if threads_of_pid is None else {**row, "threads": threads_of_pid.get(row.get("pid", -1))}
         table.add_row(*(_cell(shown.get(name)) for name in columns))
     return table

@@ -85,7 +85,7 @@ class Cluster:
         )
         self.notices: deque[str] = deque(maxlen=256)
         """For the log of whoever drives this; to be cleared by it."""
-        self._departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
+        self.departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
         self._admission = Admission(registry, queue, self._dispatcher)
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
@@ -223,10 +223,9 @@ class Cluster:
         limit = self.registry.max_model_len()
         answer = self.registry.register(message, sender, now)  # who is refused puts out nobody either
         self._note_registration(worker_id, message, answer, limit)
-        taken = isinstance(answer, Registered) and before is not None and not before.lost
-        if taken and before is not None and before.incarnation != sender.incarnation:
-            self.registry.mark_lost(before)
-            effects += self._departures.lost(before, "was restarted", now)
+        worker = self.registry.get(worker_id, sender.incarnation)
+        if isinstance(answer, Registered) and worker is not None:
+            effects = self.departures.replaced(worker, before, now)
         self._dispatcher.room_made = True
         return [*effects, ToWorker(worker_id, answer)]
 
@@ -247,17 +246,13 @@ class Cluster:
                 notice += f"; the longest prompt and answer together fall from {fall}: its pool is smaller"
             self.notices.append(notice)
 
-    def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
-        """See `Departures.drain`."""
-        return self._departures.drain(worker_id, deadline_s, now)
-
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""
         worker = self.registry.get(worker_id, incarnation)
         if worker is None or worker.lost:
             return []
         self.registry.mark_lost(worker)
-        return self._departures.lost(worker, "died", now) + self._dispatcher.give_out(now)
+        return self.departures.lost(worker, "died", now) + self._dispatcher.give_out(now)
 
     def _heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> list[Effect]:
         worker_id = WorkerId(sender.name)
@@ -276,7 +271,7 @@ class Cluster:
                     self._attempts.worker_says(tracked, worker_id, phase, now)
                 except Exception as error:
                     faults += self._fault(tracked.key, error, now)
-        again = [] if message.draining else self._departures.say_drain(worker, now)
+        again = [] if message.draining else self.departures.say_drain(worker, now)
         return [ToWorker(worker_id, HeartbeatAck(known=True, abort=tuple(unwanted))), *again, *faults]
 
     def _about_attempt(
@@ -353,7 +348,7 @@ class Cluster:
         """Deaths, deadlines, unanswered commands, unheld requests, and the queue."""
         effects: list[Effect] = []
         for worker in self.registry.expire(now):
-            effects += self._departures.lost(worker, "stopped answering", now)
+            effects += self.departures.lost(worker, "stopped answering", now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True

@@ -39,6 +39,7 @@ from common.messages import (
     Register,
     Registered,
     RegistrationRefused,
+    Role,
     Sender,
     Started,
     Tokens,
@@ -183,7 +184,8 @@ class ControlPlane:
             return "The service is shutting down."
         if not self._cluster.registry.usable("decode"):
             return "No decode worker is ready."
-        if not self._collocated and not self._cluster.registry.usable("prefill"):
+        collocated = self._collocated or self._cluster.departures.no_prefill_wanted
+        if not collocated and not self._cluster.registry.usable("prefill"):
             return "No prefill worker is ready."
         return None
 
@@ -191,7 +193,15 @@ class ControlPlane:
         return self._cluster.registry.rows()
 
     def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
-        effects = self._cluster.drain(WorkerId(worker_id), deadline_s, time.monotonic())
+        departures = self._cluster.departures
+        return self._row_after(worker_id, departures.drain(WorkerId(worker_id), deadline_s, time.monotonic()))
+
+    def set_role(self, worker_id: str, role: Role, deadline_s: float) -> dict[str, Any] | None:
+        departures = self._cluster.departures
+        effects = departures.change_role(WorkerId(worker_id), role, deadline_s, time.monotonic())
+        return self._row_after(worker_id, effects)
+
+    def _row_after(self, worker_id: str, effects: list[Effect] | None) -> dict[str, Any] | None:
         if effects is None:
             return None
         self._carry_out(effects)

@@ -61,6 +61,13 @@ class ObjectNotFound(KvferryError):
     kind = "invalid_request_error"
 
 
+class Conflict(KvferryError):
+    """What is asked for does not go with how things stand."""
+
+    status = 409
+    kind = "invalid_request_error"
+
+
 def code_of(error: KvferryError) -> str:
     """Never empty: programs and the log tell errors apart by it."""
     return error.code or CODES.get(type(error), "internal_error")

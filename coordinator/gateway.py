@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.messages import FinishReason
+from common.messages import FinishReason, Role
 from common.request import Request, RequestId, TokenLogprobs
 
 
@@ -77,6 +77,10 @@ class Gateway(Protocol):
     def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
         """Its row, draining already: nothing new for it, what runs there may end within `deadline_s`, then its process
         ends. None when there is no such worker. Idempotent."""
+
+    def set_role(self, worker_id: str, role: Role, deadline_s: float) -> dict[str, Any] | None:
+        """Its row: `becomes` says the role that it comes back in once it is drained, None where it has that one. None
+        when there is no such worker. Idempotent. Raises Conflict where it cannot be done now."""
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
         """`GET /admin/requests/{id}`; None when the id is unknown or forgotten."""

@@ -40,6 +40,7 @@ from coordinator.gateway import Gateway
 from coordinator.generation import CHAT, TEXT, Generation, Kitchen
 from coordinator.metrics import Metrics
 from coordinator.request_builder import RequestBuilder
+from coordinator.role_api import add_role_route
 from coordinator.structured_output import StructuredOutput
 from coordinator.tokenize_api import TokenizeApi, add_tokenize_routes
 from coordinator.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ def create_app(
     add_tokenize_routes(app, TokenizeApi(gateway, tokenizer, tuple(served_models)), kitchen.limits)
     _add_operator_routes(app, gateway)
     add_drain_route(app, gateway, limits)
+    add_role_route(app, gateway, limits)
     add_docs_routes(
         app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
     )

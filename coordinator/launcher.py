@@ -26,11 +26,14 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
+from common.coming_back import MODULES, flags_in_other_role
 from common.config import CoordinatorSettings, EngineSettings, ServeSettings
 from common.errors import BadConfiguration, CannotBind
 from common.flags import to_argv, visible_fields
 from common.http_settings import API_KEY_VARIABLE
+from common.messages import Role
 from common.paths import child_environment, require_own_folders
+from common.roles import id_in_other_role, other_role
 from coordinator import admin_client
 from coordinator.cores import available_cores, share_cores
 from coordinator.door.tls import own_client_context, server_context, why_refused
@@ -102,10 +105,16 @@ def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
 
 
 def _worker_spec(settings: ServeSettings, name: str, threads: int) -> ChildSpec:
+    """With what it becomes when it changes its role."""
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
     shared = settings.model_copy(update={"gpu_memory_utilization": share_of_gpu(settings)})
     argv = to_argv(shared, visible_fields(EngineSettings) - {"threads"})
     argv += [f"--coordinator={settings.control}", f"--worker-id={name}", f"--threads={threads}"]
-    return ChildSpec(name, _command(f"{name.split('-')[0]}_node", argv))
+    other = ChildSpec(
+        id_in_other_role(name, role),
+        _command(MODULES[other_role(role)], flags_in_other_role(role, name, argv)),
+    )
+    return ChildSpec(name, _command(MODULES[role], argv), other=other)
 
 
 def share_of_gpu(settings: ServeSettings) -> float:

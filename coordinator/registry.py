@@ -17,9 +17,12 @@ from common.counters import HISTOGRAM_BUCKETS
 from common.fingerprint import Value, first_difference
 from common.messages import Heartbeat, Load, Register, Registered, RegistrationRefused, Role, Sender
 from common.request import Incarnation, WorkerId
+from common.roles import id_in_other_role
 from common.wire import longest_model_len
 
 MAX_COUNTERS = 512
+COMES_BACK_WITHIN_S = 600.0
+"""Who left to come back in another role is waited for so long; a large model may load for minutes."""
 _COUNTER = re.compile(
     r'[a-z][a-z0-9_]{0,80}(\{[a-z_]{1,40}="[^"{}\\\n,=]{0,80}"(,[a-z_]{1,40}="[^"{}\\\n,=]{0,80}")*\})?'
 )
@@ -38,6 +41,8 @@ class Worker:
     progress_age_s: float = 0.0
     draining: bool = False
     drain_until: float | None = None  # it was told to drain by then
+    becomes: Role | None = None  # … and to come back as that
+    came_back: bool = False  # it did, under its other id
     lost: bool = False
     counters: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -61,7 +66,7 @@ class Worker:
     @property
     def state(self) -> str:
         if self.lost:
-            return "lost"
+            return "lost" if self.becomes is None else "starting"
         return "draining" if self.draining else "ready"
 
     def totals(self) -> dict[str, float]:
@@ -138,6 +143,7 @@ class Registry:
             worker.past_counters, worker.past_histograms = before.past_counters, before.past_histograms
             worker.counters, worker.histograms, worker.load = before.counters, before.histograms, before.load
             worker.draining, worker.drain_until = before.draining, before.drain_until
+            worker.becomes = before.becomes
         elif before is not None:
             worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker
@@ -214,6 +220,12 @@ class Registry:
         worker.draining = True
         worker.drain_until = until if worker.drain_until is None else min(worker.drain_until, until)
 
+    def before_change(self, worker: Worker) -> Worker | None:
+        """What `worker`, which registers, was in the other role, if that is over: ids are made so for nothing else. (A
+        coordinator that was restarted meanwhile knows of no change.)"""
+        before = self._workers.get(WorkerId(id_in_other_role(worker.id, worker.role)))
+        return None if before is None or before.came_back or not (before.lost or before.draining) else before
+
     def mark_lost(self, worker: Worker) -> None:
         worker.lost = True
         worker.load = _NO_LOAD
@@ -227,6 +239,9 @@ class Registry:
         if self._looked_at is not None and now - self._looked_at > self._lost_after_s / 2:
             self._listening_since = now
         self._looked_at = now
+        for worker in self._workers.values():
+            if worker.lost and now - worker.heard_at > COMES_BACK_WITHIN_S:
+                worker.becomes = None
         lost = [
             worker
             for worker in self.live()
@@ -250,8 +265,8 @@ class Registry:
         return live[0].card.fingerprint if live else None
 
     def rows(self) -> list[dict[str, Any]]:
-        """`GET /admin/workers`."""
-        return [_row(worker) for worker in self._workers.values()]
+        """`GET /admin/workers`. Who changed its role is there once, as what it is now."""
+        return [_row(worker) for worker in self._workers.values() if not worker.came_back]
 
     def _forget_long_lost(self) -> None:
         """Bounds the table: the oldest lost workers leave first."""
@@ -273,6 +288,7 @@ def _row(worker: Worker) -> dict[str, Any]:
         "host": card.host,
         "address": card.address.control,
         "state": worker.state,
+        "becomes": worker.becomes,
         "running": load.running,
         "waiting": load.waiting,
         "blocks_total": card.blocks_total,

@@ -4,6 +4,10 @@ A child that dies is started again after a growing pause (`backoff.py`). Before 
 (`settled`), a death that says why, by one of the exit codes that a person must act on, ends everything: bad
 configuration, port taken, model cannot be loaded. So does a third death of one child for any other reason.
 
+A child that ends in order to come back in another role (`common/coming_back.py`) has not died: it is started again at
+once, by its other command line, and by that one also when it dies later. Where it cannot live so, it gets its first
+one back.
+
 Ways out, and what ends the children: `stop` asks them in turn and kills who overstays; `kill_all` does not ask;
 when this process dies without either, the pipe closes and each child leaves by itself (`common/parent_watch.py`).
 Children run in sessions of their own, so that a Ctrl-C in the terminal reaches this process alone and the order
@@ -21,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.coming_back import COMES_BACK
 from coordinator.backoff import Backoff
 
 FATAL_AT_FIRST_START = (2, 3, 4)
@@ -33,12 +38,14 @@ LONGEST_LINE_BYTES = 1 << 16
 class ChildSpec:
     """What to start. `{parent_fd}` in an argument becomes the number of the pipe's read end.
 
-    `environ` is for this child alone: what must not stand on a command line.
+    `environ` is for this child alone: what must not stand on a command line. `other`: what it becomes where it ends in
+    order to come back as that; it keeps its place, and so its first name, among the children.
     """
 
     name: str
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
+    other: ChildSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,9 @@ class Death:
 
 @dataclass(slots=True)
 class _Child:
-    """One life of one process."""
+    """One life of one process. `place`: the first name of whoever it is now."""
 
+    place: str
     spec: ChildSpec
     process: asyncio.subprocess.Process
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES_KEPT))
@@ -94,7 +102,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Name → process id of those that live now."""
+        """First name → process id of those that live now."""
         return {name: child.process.pid for name, child in self._children.items()}
 
     async def stop(self, phases: Sequence[tuple[Iterable[str], float]]) -> bool:
@@ -128,14 +136,18 @@ class Supervisor:
             if (child := self._children.get(name)) is not None and child.process.returncode is None:
                 child.process.send_signal(number)
 
-    async def _keep(self, spec: ChildSpec) -> None:
+    async def _keep(self, first: ChildSpec) -> None:
         backoff = self._make_backoff()
+        spec = first
         early_deaths = 0
         while not self._stopping.is_set():
             started_s = time.monotonic()
-            death = await self._live(spec)
+            death = await self._live(first.name, spec)
             if self._stopping.is_set():
                 return
+            if (other := self._instead(first, spec, death)) is not None:
+                spec = other
+                continue
             early_deaths += 0 if self.settled else 1
             if not self.settled and (
                 death.code in FATAL_AT_FIRST_START or early_deaths > EARLY_DEATHS_ALLOWED
@@ -148,10 +160,21 @@ class Supervisor:
             self._say(spec.name, f"{what} ({death.how}), starting it again in {pause_s:.1f} s")
             await self._pause(pause_s)
 
-    async def _live(self, spec: ChildSpec) -> Death:
+    def _instead(self, first: ChildSpec, spec: ChildSpec, death: Death) -> ChildSpec | None:
+        """What is started at once, where that is another one."""
+        if death.code == COMES_BACK and first.other is not None:
+            other = first.other if spec is first else first
+            self._say(spec.name, f"left its role, starting it as {other.name}")
+            return other
+        if spec is not first and death.code in FATAL_AT_FIRST_START:
+            self._say(spec.name, f"cannot live so ({death.how}), starting it as {first.name}")
+            return first
+        return None
+
+    async def _live(self, place: str, spec: ChildSpec) -> Death:
         """One life of one child, from start to end."""
         try:
-            child = await self._spawn(spec)
+            child = await self._spawn(place, spec)
         except OSError as error:  # no memory, no process ids: may pass
             return Death(spec.name, 1, f"cannot be started: {error}")
         return await self._until_dead(child)
@@ -161,7 +184,7 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
-    async def _spawn(self, spec: ChildSpec) -> _Child:
+    async def _spawn(self, place: str, spec: ChildSpec) -> _Child:
         process = await asyncio.create_subprocess_exec(
             *(arg.replace("{parent_fd}", str(self._pipe[0])) for arg in spec.argv),
             stdin=asyncio.subprocess.DEVNULL,
@@ -171,8 +194,8 @@ class Supervisor:
             pass_fds=(self._pipe[0],),
             start_new_session=True,
         )
-        child = _Child(spec, process)
-        self._children[spec.name] = child
+        child = _Child(place, spec, process)
+        self._children[place] = child
         if self._stopping.is_set():  # asked to stop while the system was starting it
             process.kill()
         return child
@@ -184,7 +207,7 @@ class Supervisor:
         # A grandchild may hold the pipe open: what the child said is in the buffer, nothing more is awaited.
         await asyncio.wait([reading], timeout=0.5)
         reading.cancel()
-        del self._children[child.spec.name]
+        del self._children[child.place]
         said = [line for line in child.last_lines if line.strip()]
         return Death(child.spec.name, code, said[-1] if said else "")
 

@@ -13,6 +13,7 @@ from common.leaving import leave, leave_when_told
 
 def main() -> int:
     leave_when_told("kvferry prefill")
+    from common.coming_back import COMES_BACK, come_back
     from common.config import parse_worker
     from common.errors import StartupError
     from common.logs import set_up_logging
@@ -26,7 +27,10 @@ def main() -> int:
         set_up_logging(settings.log_level)
         from prefill_node.engine import run
 
-        return run(settings)
+        code = run(settings)
+        if code == COMES_BACK and settings.parent_fd is None:
+            come_back("prefill", settings.name_as("prefill"), sys.argv[1:])
+        return code
     except StartupError as error:
         print(f"kvferry prefill: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code

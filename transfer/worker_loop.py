@@ -36,8 +36,10 @@ from common.messages import (
     Registered,
     RegistrationRefused,
     Sender,
+    SetRole,
 )
 from common.request import Grammar, Key, WorkerId
+from common.roles import other_role
 from kernels.cache import PagedCache
 from transfer.channel import Arrived, store_wanted
 from transfer.grammar_gate import GrammarGate
@@ -101,12 +103,13 @@ class WorkerLoop:
         self._answered_at = time.monotonic()
         self._asked_to_stop = asyncio.Event()
         self._drain_until = float("inf")
-        self._signalled = self._stop_at_once = False
+        self._signalled = self._stop_at_once = self._told_to_change = False
 
     # ------------------------------------------------------------ life
 
     async def run(self, coordinator: str) -> None:
-        """Serves until `stop` or a Drain; then drains. Raises StartupError when the coordinator refuses this worker."""
+        """Serves until `stop`, a Drain or a SetRole; then drains. Raises StartupError when the coordinator refuses this
+        worker."""
         self._loop = asyncio.get_running_loop()
         self._failure = self._loop.create_future()
         self._links.start(coordinator, self._from_coordinator, self._from_peer, self._blocks, self._peer_gone)
@@ -134,6 +137,11 @@ class WorkerLoop:
         self._stop_at_once, self._signalled = self._signalled, True
         self._begin_drain(self._shutdown_timeout_s)
 
+    @property
+    def changes_role(self) -> bool:
+        """After `run`: it left in order to come back in the other role. Who is signalled leaves for good."""
+        return self._told_to_change and not self._signalled
+
     def _begin_drain(self, deadline_s: float) -> None:
         """Asked again, the earliest of all deadlines counts: a Drain is said until heartbeats show that it arrived."""
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
@@ -151,7 +159,12 @@ class WorkerLoop:
                 self._hand(message, sender)
             self._send_heartbeat()
             left = len(self._node.live_keys())
-        log.info("draining; requests under way: %d, %.1f s at most for them", left, self._time_left_s())
+        why = (
+            f"draining, to come back in the {other_role(self._card.role)} role"
+            if self._told_to_change
+            else "draining"
+        )
+        log.info("%s; requests under way: %d, %.1f s at most for them", why, left, self._time_left_s())
         while not self._node.idle and not self._stop_at_once:
             left_s = self._time_left_s()
             if left_s <= 0:
@@ -232,6 +245,10 @@ class WorkerLoop:
                     )
             case Drain():
                 self._begin_drain(message.deadline_s)
+            case SetRole():
+                if message.role != self._card.role:
+                    self._told_to_change = True
+                    self._begin_drain(message.deadline_s)
             case _:
                 self._take(message, WorkerId(sender.name))
 

@@ -26,6 +26,7 @@ import uvloop
 
 from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
+from common.coming_back import COMES_BACK
 from common.config import WorkerSettings
 from common.counters import Counters
 from common.endpoints import Endpoint, parse_endpoint
@@ -154,7 +155,8 @@ class RunnerGrammars:
 
 
 def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node: MakeNode) -> int:
-    """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop. Raises StartupError."""
+    """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop, COMES_BACK where it is to begin anew in the
+    other role. Raises StartupError."""
     key = key_of(settings.curve_key)
     allow_open_files()
     threads = settings.threads or len(os.sched_getaffinity(0))
@@ -166,8 +168,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     keep_freed_memory()
     runner.prepare_grammars()
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
-    uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key))
-    return 0
+    return uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key))
 
 
 def _load(
@@ -205,9 +206,9 @@ async def _serve(
     threads: int,
     make_node: MakeNode,
     key: ClusterKey | None,
-) -> None:
+) -> int:
     layout = runner.cache.layout
-    me = Sender(settings.worker_id or f"{role}-{os.getpid()}", Incarnation(time.time_ns() // 1000))
+    me = Sender(settings.name_as(role), Incarnation(time.time_ns() // 1000))
     fingerprint = fingerprint_of(runner, model)
     core = BatchingCore(
         BlockPool(runner.cache.num_blocks),
@@ -235,6 +236,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, loop.stop)
     keep_out_of_collections()
     await loop.run(settings.coordinator)
+    return COMES_BACK if loop.changes_role else 0
 
 
 def tokens_of_a_step(settings: WorkerSettings, runner: Runner) -> int:

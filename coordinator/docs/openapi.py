@@ -33,10 +33,11 @@ from coordinator.docs import answers, operator_answers
 from coordinator.door.front_door import MAX_REQUEST_ID_CHARS, OPEN
 from coordinator.door.json_body import MAX_DEPTH
 from coordinator.drain_api import ACCEPTED, DrainFields
-from coordinator.errors_http import NotForPages, ObjectNotFound
+from coordinator.errors_http import Conflict, NotForPages, ObjectNotFound
 from coordinator.openai.field_schema import TOKEN_ID
 from coordinator.openai.schema import ChatFields, TextFields
 from coordinator.openai.tokenize_schema import DetokenizeFields, TokenizeFields
+from coordinator.role_api import NOTHING_TO_DO, RoleFields
 
 JSON: Final = "application/json"
 SSE: Final = "text/event-stream"
@@ -67,6 +68,7 @@ class Route:
     answer: type[BaseModel] | str
     many: bool = False
     status: int = 200
+    other_status: int | None = None
     body: type[BaseModel] | None = None
     body_optional: bool = False
     event: type[BaseModel] | None = None
@@ -138,6 +140,17 @@ ROUTES: Final[tuple[Route, ...]] = (
         example={"deadline_s": 60},
     ),
     Route(
+        "post",
+        "/admin/workers/{worker_id}/role",
+        "Drains a worker, and starts it again in the other role",
+        operator_answers.WorkerRow,
+        status=ACCEPTED,
+        other_status=NOTHING_TO_DO,
+        body=RoleFields,
+        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, NotForPages, ObjectNotFound, Conflict),
+        example={"role": "prefill", "deadline_s": 60},
+    ),
+    Route(
         "get",
         "/admin/requests/{request_id}",
         "The timeline of a request, running or ended a while ago",
@@ -167,6 +180,7 @@ WHEN: Final[Mapping[type[KvferryError], str]] = {
     NotForPages: "A web page of another origin asks for what changes the cluster.",
     ModelNotFound: "No model of this name is served.",
     ObjectNotFound: "The id is unknown, was forgotten, or is that of a lost worker.",
+    Conflict: "As the workers stand, it cannot be done: this one is lost or draining, or would be missed in its role.",
     DeadlinePassed: "The body did not arrive in time, or the request waited too long before its first token.",
     BodyTooLarge: "The body has more bytes than this server takes.",
     UnsupportedField: "A field that we do not know, or a value that asks for an effect that we do not have. param "
@@ -275,7 +289,9 @@ def _operation(route: Route, facts: Facts) -> dict[str, Any]:
         "operationId": _operation_id(route),
         "summary": route.summary,
         "parameters": _parameters(route),
-        "responses": {str(route.status): _answered(route)}
+        "responses": {
+            str(status): _answered(route) for status in (route.status, route.other_status) if status
+        }
         | {str(error.status): {"$ref": f"#/components/responses/{_name(error)}"} for error in errors},
     }
     if route.body is not None:

@@ -63,7 +63,9 @@ class WorkerRow(Answer):
     address: str
     """Where other workers reach it."""
     state: Literal["starting", "ready", "draining", "lost"]
-    """Only a ready one gets requests."""
+    """Only a ready one gets requests. Starting: it has left its role, and is about to come back in the other one."""
+    becomes: Literal["prefill", "decode"] | None
+    """The role that it was told to change to, under an id of its own; null while it is to stay what it is."""
     running: Count
     """Requests in its batch."""
     waiting: Count

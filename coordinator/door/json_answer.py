@@ -16,12 +16,13 @@ Fields = TypeVar("Fields")
 
 
 class JsonAnswer(Response, Generic[Fields]):
-    """Reads the body within its limits, and writes what `work` makes of it. `optional`: no body at all is `{}`."""
+    """Reads the body within its limits, and writes what `work` makes of it, which may say another status. `optional`:
+    no body at all is `{}`."""
 
     def __init__(
         self,
         read: Callable[[dict[str, Any]], Fields],
-        work: Callable[[Fields], Awaitable[bytes]],
+        work: Callable[[Fields], Awaitable[bytes | tuple[int, bytes]]],
         limits: Limits,
         *,
         status: int = 200,
@@ -49,4 +50,5 @@ class JsonAnswer(Response, Generic[Fields]):
         except KvferryError as error:
             await out.error(error)
         else:
-            await out.whole(answer, status=self._status)
+            status, body = answer if isinstance(answer, tuple) else (self._status, answer)
+            await out.whole(body, status=status)

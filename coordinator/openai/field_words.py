@@ -36,6 +36,8 @@ WORDS: Final[dict[str, str]] = {
     "none that ends in _token. At most 16 KiB of JSON.",
     # Of workers
     "DrainFields": "How a worker is to be drained. Without a body, or with {}, everything is at its default.",
+    "RoleFields": "Which role a worker is to have, and how it is to be drained for that.",
+    "RoleFields.role": "The role to come back in. The only decode worker that takes requests keeps its own.",
     "deadline_s": "Seconds for what runs on the worker; what has not ended by then goes on at another worker. Asked "
     "again, the earlier deadline counts.",
     # Token ids

@@ -15,10 +15,11 @@ import uvicorn
 import uvloop
 
 from common.errors import KvferryError
-from common.messages import FinishReason
+from common.messages import FinishReason, Role
 from common.request import Request, RequestId, TokenLogprobs, unpack_ids
 from coordinator.door.http_server import listen, make_server
 from coordinator.door.limits import Limits
+from coordinator.errors_http import Conflict
 from coordinator.gateway import TokenDelta
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
@@ -142,6 +143,8 @@ class ScriptedGateway:
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
     deltas_taken: int = 0
     drained: list[tuple[str, float]] = field(default_factory=list)
+    changed: list[tuple[str, Role, float]] = field(default_factory=list)
+    conflict: str = ""
     phase: str | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics(("default", "fast")))
     minted: int = 0
@@ -150,9 +153,9 @@ class ScriptedGateway:
         self.script = lambda _: Script(list(ids), **how)
 
     def reset(self) -> None:
-        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn, self.drained):
+        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn, self.drained, self.changed):
             seen.clear()
-        self.deltas_taken = 0
+        self.deltas_taken, self.conflict = 0, ""
         self.context, self.unhealthy, self.phase = 8192, None, None
 
     def mint_id(self, prefix: str) -> RequestId:
@@ -181,7 +184,7 @@ class ScriptedGateway:
         return self.unhealthy
 
     def workers(self) -> list[dict[str, Any]]:
-        return [{"id": "decode-0", "role": "decode"}]
+        return [{"id": "decode-0", "role": "decode", "becomes": None}]
 
     def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
         row = next((row for row in self.workers() if row["id"] == worker_id), None)
@@ -189,6 +192,15 @@ class ScriptedGateway:
             return None
         self.drained.append((worker_id, deadline_s))
         return {**row, "state": "draining"}
+
+    def set_role(self, worker_id: str, role: Role, deadline_s: float) -> dict[str, Any] | None:
+        row = next((row for row in self.workers() if row["id"] == worker_id), None)
+        if row is None or role == row["role"]:
+            return row
+        if self.conflict:
+            raise Conflict(self.conflict, code="last_decode_worker")
+        self.changed.append((worker_id, role, deadline_s))
+        return {**row, "becomes": role, "state": "draining"}
 
     def timeline(self, request_id: str) -> dict[str, Any] | None:
         if request_id == "known":

@@ -27,6 +27,7 @@ from common.messages import (
     Register,
     Registered,
     Sender,
+    SetRole,
     Started,
     Stop,
     TokenRow,
@@ -94,7 +95,7 @@ class ScriptedWorker:
             case HeartbeatAck():
                 self.registered = message.known
                 return [said for key in message.abort for said in self.end(key, "aborted")]
-            case Drain():
+            case Drain() | SetRole():  # and comes back as it was: it died on its way
                 self.draining = True
             case Prefill():
                 return [self._take(message, message.request, message.output_ids, message.target)]

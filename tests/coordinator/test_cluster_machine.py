@@ -7,6 +7,7 @@ request has one end, each token comes once and in its place, attempts only rise.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from common.messages import (
     Prefill,
     Rebind,
     Refused,
+    Role,
     Sender,
     Started,
     Tokens,
@@ -41,6 +43,7 @@ from common.request import (
     unpack_ids,
 )
 from coordinator.cluster import Cluster
+from coordinator.errors_http import Conflict
 from coordinator.front import Front
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
@@ -51,6 +54,7 @@ from tests.machines import SHRINKING_TAKES, UnderWay, histories
 pytestmark = SHRINKING_TAKES
 
 NAMES = ("p0", "p1", "d0", "d1")
+FATES = ("dies", "is seen to die", "goes on", "restarts", "is to drain", "is to change its role")
 QUEUE = 8
 ENDS_WITHIN_S = 150.0  # `max_wait_s`, and what an honest attempt takes
 REGISTERS_WITHIN_S = 2.0
@@ -195,7 +199,7 @@ class ClusterMachine(RuleBasedStateMachine):
         worker, key = self._held_one(which)
         del worker.held[key]
 
-    @rule(name=names, what=st.sampled_from(("dies", "is seen to die", "goes on", "restarts", "is to drain")))
+    @rule(name=names, what=st.sampled_from(FATES))
     def worker(self, name: str, what: str) -> None:
         """One that dies unseen may only have been silent: it goes on."""
         worker = self.workers[name]
@@ -211,7 +215,13 @@ class ClusterMachine(RuleBasedStateMachine):
             case "restarts":
                 self._restart(worker)
             case "is to drain":
-                self._carry(self.cluster.drain(WorkerId(name), 10.0, self.now) or [])
+                self._carry(self.cluster.departures.drain(WorkerId(name), 10.0, self.now) or [])
+            case "is to change its role":
+                other: Role = "decode" if name.startswith("p") else "prefill"
+                with suppress(Conflict):
+                    self._carry(
+                        self.cluster.departures.change_role(WorkerId(name), other, 10.0, self.now) or []
+                    )
 
     def _restart(self, worker: ScriptedWorker) -> None:
         worker.restart()

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from common.errors import BadRequest, DeadlinePassed, KvferryError, NotAdmitted, NoWorker, RequestFailed
 from common.front_messages import Rejected, RequestEnded
-from common.request import Request, RequestId, SamplingParams, first_attempt_of_epoch, pack_ids
+from common.messages import Sender
+from common.request import (
+    Incarnation,
+    Request,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+    first_attempt_of_epoch,
+    pack_ids,
+)
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane, _rejection
 from coordinator.metrics import Metrics
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.streams import MailboxStream
+from tests.coordinator.cluster_bench import card
 
 ID = RequestId("r")
 
@@ -63,6 +74,36 @@ def test_BR_142_who_is_cut_by_the_stop_and_who_comes_after_it_hear_that_it_is_on
         assert (error.status, error.code) == (503, "shutting_down")
         assert error.message == "The service is shutting down."
     assert "draining; requests under way: 1" in caplog.text
+
+
+def test_whoever_moves_the_last_prefill_worker_wants_none() -> None:
+    """It is one that was lost that is missed."""
+
+    async def scene() -> list[str | None]:
+        service = plane()
+
+        def join(name: str, life: int) -> None:
+            sender = Sender(name, Incarnation(life))
+            service._cluster.from_worker(card(name, life), sender, time.monotonic())
+
+        try:
+            for name in ("p0", "d0"):
+                join(name, 1)
+            said = [service.health()]
+            row = service.set_role("p0", "decode", 1.0)
+            assert row is not None and row["becomes"] == "decode"
+            said.append(service.health())
+            service._process_ended(WorkerId("p0"), Incarnation(1))
+            join("decode-from-p0", 2)
+            said.append(service.health())
+            join("p1", 1)
+            said.append(service.health())
+            service._process_ended(WorkerId("p1"), Incarnation(1))
+            return [*said, service.health()]
+        finally:
+            await service.close()
+
+    assert asyncio.run(scene()) == [None] * 4 + ["No prefill worker is ready."]
 
 
 def test_without_a_worker() -> None:

@@ -22,7 +22,7 @@ def four() -> ClusterBench:
 
 
 def drain(bench: ClusterBench, name: str, deadline_s: float = 30.0) -> list[tuple[str, Message]]:
-    effects = bench.cluster.drain(WorkerId(name), deadline_s, bench.now)
+    effects = bench.cluster.departures.drain(WorkerId(name), deadline_s, bench.now)
     assert effects is not None
     return bench.note(effects)
 
@@ -71,9 +71,9 @@ def test_asked_again_the_earlier_deadline_counts() -> None:
 
 def test_unknown_and_lost_workers_cannot_be_drained() -> None:
     bench = four()
-    assert bench.cluster.drain(WorkerId("p9"), 1.0, bench.now) is None
+    assert bench.cluster.departures.drain(WorkerId("p9"), 1.0, bench.now) is None
     leave(bench, "p0")
-    assert bench.cluster.drain(P0, 1.0, bench.now) is None
+    assert bench.cluster.departures.drain(P0, 1.0, bench.now) is None
 
 
 def test_who_leaves_after_a_drain_is_not_counted_as_lost() -> None:
@@ -127,7 +127,7 @@ def test_the_answer_is_the_workers_row(
     for _ in range(2):
         answer = client.post(PATH, content=content)
         assert answer.status_code == 202
-        assert answer.json() == {"id": "decode-0", "role": "decode", "state": "draining"}
+        assert answer.json() == {"id": "decode-0", "role": "decode", "becomes": None, "state": "draining"}
     assert served.gateway.drained == [("decode-0", deadline_s)] * 2
 
 

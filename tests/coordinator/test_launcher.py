@@ -56,6 +56,22 @@ def test_one_process_each_and_all_on_one_control_port() -> None:
     assert plan.url == "http://127.0.0.1:8123"
 
 
+def test_each_worker_may_come_back_in_the_other_role_with_the_same_settings() -> None:
+    plan = plan_of("--prefill", "1", "--decode", "2", "--threads", "3", "--num-kv-blocks", "77")
+    coordinator, *workers = plan.specs
+    assert coordinator.other is None
+    others = [spec.other for spec in workers if spec.other is not None]
+    assert [(other.name, other.argv[3]) for other in others] == [
+        ("decode-from-prefill-0", "decode_node"),
+        ("prefill-from-decode-0", "prefill_node"),
+        ("prefill-from-decode-1", "prefill_node"),
+    ]
+    for first, other in zip(workers, others, strict=True):
+        was, becomes = (parse_worker(flags(spec), "prefill") for spec in (first, other))
+        assert becomes == was.model_copy(update={"worker_id": other.name})
+        assert "--parent-fd={parent_fd}" in other.argv
+
+
 @pytest.mark.parametrize(("prefill", "decode", "each"), [(1, 1, 0.45), (0, 1, 0.9), (1, 6, 0.1285)])
 def test_workers_on_one_gpu_share_what_was_granted_of_it(prefill: int, decode: int, each: float) -> None:
     plan = plan_of("--prefill", str(prefill), "--decode", str(decode))

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from common.coming_back import COMES_BACK
 from common.paths import child_environment
 from coordinator.backoff import Backoff
 from coordinator.supervisor import ChildSpec, Death, Supervisor
@@ -28,6 +30,12 @@ def leave(*_):
     print("leaves", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
+print("up", flush=True)
+time.sleep(60)
+"""
+CHANGING = f"""
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({COMES_BACK}))
 print("up", flush=True)
 time.sleep(60)
 """
@@ -120,6 +128,50 @@ def test_once_settled_nothing_gives_up() -> None:
         stage = Stage(script("a", "print('here'); raise SystemExit(4)"))
         stage.supervisor.settled = True
         await stage.until(lambda: stage.said("a", "here") == 4)
+        assert not stage.supervisor.gave_up.done()
+        await stage.supervisor.kill_all()
+
+    run(story)
+
+
+def comes_back(name: str, other: ChildSpec) -> ChildSpec:
+    """Ends to come back as `other` once it is asked."""
+    return replace(script(name, CHANGING), other=other)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_who_comes_back_in_another_role_is_started_so_at_once_and_when_it_dies(settled: bool) -> None:
+    """And back. None of that is a death, before the whole was ready neither."""
+
+    async def story() -> None:
+        stage = Stage(comes_back("a", script("b", CHANGING)), first_s=0.3)
+        stage.supervisor.settled = settled
+        for round in (1, 2, 3):
+            await stage.until(lambda r=round: stage.said("a", "up") == r)  # type: ignore[misc]
+            os.kill(stage.supervisor.pids["a"], signal.SIGTERM)
+            await stage.until(lambda r=round: stage.said("b", "up") == r)  # type: ignore[misc]
+            assert stage.said("a", "left its role, starting it as b") == round
+            os.kill(stage.supervisor.pids["a"], signal.SIGTERM)
+        await stage.until(lambda: stage.said("a", "up") == 4)
+        os.kill(stage.supervisor.pids["a"], signal.SIGTERM)
+        await stage.until(lambda: stage.said("b", "up") == 4)
+        assert not any("again" in line for _, line in stage.lines)
+        os.kill(stage.supervisor.pids["a"], signal.SIGKILL)
+        await stage.until(lambda: stage.said("b", "up") == 5)
+        assert stage.said("b", "died (ended by SIGKILL), starting it again in 0.3 s") == 1
+        assert await stage.supervisor.stop([(("a",), 5.0)]), "it is asked by its first name"
+
+    run(story)
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_who_cannot_live_in_its_other_role_gets_its_first_one_back(code: int) -> None:
+    async def story() -> None:
+        stage = Stage(comes_back("a", script("b", f"print('refused'); raise SystemExit({code})")))
+        await stage.until(lambda: stage.said("a", "up") == 1)
+        os.kill(stage.supervisor.pids["a"], signal.SIGTERM)
+        await stage.until(lambda: stage.said("a", "up") == 2)
+        assert stage.said("b", f"cannot live so (exit code {code}), starting it as a") == 1
         assert not stage.supervisor.gave_up.done()
         await stage.supervisor.kill_all()
 

@@ -12,8 +12,9 @@ import pytest
 
 from common.batching import Batch
 from common.errors import BadConfiguration, IllegalMove
-from common.messages import Block, Drain, Ended, Message, Refused, RegistrationRefused, Sender, Stop
+from common.messages import Block, Drain, Ended, Message, Refused, RegistrationRefused, Sender, SetRole, Stop
 from common.request import Attempt, Grammar, Incarnation, Key, RequestId
+from tests.coordinator.cluster_bench import card
 from tests.transfer.small_worker import LIMIT_S, SmallWorker, decode_of
 from transfer import worker_loop
 from transfer.worker_loop import WorkerLoop
@@ -68,7 +69,7 @@ class Scene(SmallWorker):
             NoGrammars(),
             cast(Any, None),
             cast(Any, self.links),
-            cast(Any, Refused(RequestId(""), Attempt(0), "stands for a registration")),
+            card("d0"),
             shutdown_timeout_s=LIMIT_S,
         )
 
@@ -163,6 +164,44 @@ def test_a_first_signal_after_a_drain_still_drains_and_a_second_one_stops_at_onc
 
     assert scene.play(act) < 1.0
     assert scene.ends() == {(RequestId("a"), Attempt(1)): ("aborted", True)}
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.1])
+def test_who_is_to_change_its_role_drains_for_that(deadline_s: float) -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.give("a", FOR_EVER)
+        scene.hear(SetRole("prefill", deadline_s))
+
+    took_s = scene.play(act)
+    assert deadline_s <= took_s < deadline_s + 1.0
+    assert scene.loop.changes_role
+    assert scene.ends() == {(RequestId("a"), Attempt(1)): ("aborted", True)}, "it goes on elsewhere"
+
+
+def test_the_role_that_it_has_is_no_reason_to_drain() -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.hear(SetRole("decode", 0.0))
+        await asyncio.sleep(0.05)
+        assert not scene.node.draining
+        scene.hear(Drain(0.0))
+
+    scene.play(act)
+    assert not scene.loop.changes_role
+
+
+def test_who_is_signalled_amid_the_change_leaves_for_good() -> None:
+    scene = Scene()
+
+    async def act() -> None:
+        scene.hear(SetRole("prefill", 60.0))
+        scene.loop.stop()
+
+    scene.play(act)
+    assert not scene.loop.changes_role
 
 
 # ---------------------------------------------------------------- a handler that raises
