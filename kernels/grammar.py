@@ -11,18 +11,31 @@ about a second for the worst compile, a tenth of one for the worst mask, after w
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, __version__ as _version
 
-LIBRARY = f"llguidance {_version}"
-"""Part of a worker's fingerprint: two versions may allow different tokens."""
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+
+def _library() -> str:
+    try:
+        return f"llguidance {importlib.metadata.version('llguidance')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+LIBRARY = _library()
+"""Part of a worker's fingerprint: two versions may allow different tokens. Imported when a tokenizer is read: a GPU is
+checked (`bench/gpu_check.sh`) on machines that have no more than torch."""
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_COMPILED = 64
@@ -33,6 +46,8 @@ TOO_LARGE = "is too large: a limit of the grammar library is reached"
 
 def limits() -> LLParserLimits:
     """`coordinator/grammar_check.py` has the same ones: what passes there must not be refused here."""
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         initial_lexer_fuel=100_000,
         step_lexer_fuel=50_000,
@@ -233,6 +248,8 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
     Raises BadGrammar.
     """
+    from llguidance import LLMatcher
+
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise BadGrammar(f"is longer than {MAX_TEXT_BYTES} bytes")
     state = LLMatcher(tokenizer, _grammar_of(kind, text), log_level=0, limits=limits())
@@ -249,6 +266,8 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 
 def _grammar_of(kind: str, text: str) -> str:
+    from llguidance import LLMatcher
+
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
@@ -272,6 +291,8 @@ def _reason(error: str) -> str:
 
 def load_tokenizer(folder: Path, vocab_size: int, own_ends: Sequence[int]) -> LLTokenizer:
     """Raises BadGrammar."""
+    from llguidance import LLTokenizer
+
     try:
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(own_ends) or None)

@@ -18,7 +18,7 @@ from kernels.native_model import NativeLayer, NativeModel
 from kernels.products import Linear, Products, choose_products
 from kernels.rope import RopeTable, make_rope_table
 from kernels.step import StepLayout
-from kernels.weights import Checkpoint, Progress, each_layer
+from kernels.weights import Progress, Tensors, each_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _all_native(
 
 
 def load_model(
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend,

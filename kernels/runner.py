@@ -115,6 +115,12 @@ class ModelRunner:
             **self.layout.describe(),
         }
 
+    @property
+    def why_no_graphs(self) -> str | None:
+        """None where decode steps run as graphs, else why they do not."""
+        graphs = None if self._device_steps is None else self._device_steps.graphs
+        return "they were not asked for" if graphs is None else graphs.broken
+
     def prepare_grammars(self) -> None:
         """Reads the tokenizer for them, which holds the interpreter a while: to be called before serving. A model
         whose tokenizer is not of the kind that grammars need refuses each of them when it comes."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -86,6 +86,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
+
+
+class Tensors(Protocol):
+    """A model's weights by name (`expected_tensors`), wherever they come from."""
+
+    config: ModelConfig
+
+    def has(self, name: str) -> bool: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
 
 
 class Checkpoint:

@@ -3,7 +3,7 @@
 Tiles and warps of a reduction decide the order in which it adds, so they decide bits. Whatever is chosen is so for
 every batch of a process, and `describe` goes into the fingerprint: two workers exchange blocks only when theirs are
 equal. No autotuner picks per process. The table's values were chosen by reasoning on shared memory and registers of
-sm_80 and sm_90; a file that somebody wrote by measuring on a GPU (nothing here writes it yet) replaces them there:
+sm_80 and sm_90; a file that somebody wrote by measuring on a GPU (`bench/gpu_check.sh --tune`) replaces them there:
 
     ${XDG_CACHE_HOME:-~/.cache}/kvferry/tuning/<GPU>-triton<version>.json
     {"attention": {"keys": 64, "warps": 4, "stages": 2}, …}
@@ -45,6 +45,9 @@ class Launch:
             raise ValueError(f"split = {self.split} is no multiple of keys = {self.keys}")
 
 
+WIDE_MEASURED = 256
+"""Bytes of a head in what is measured (128 in bf16): the tiles of a wider one might not fit where those do."""
+
 SPLITS_AT_MOST = 64
 """Of the longest sequence: what a decode step keeps of each, in fp32, grows with it."""
 
@@ -53,7 +56,8 @@ def attention_launch(head_dim: int, dtype: torch.dtype, max_len: int, device: to
     """The invariant kernels', for decode rows and chunks alike: one instruction class and one order for both."""
     wide = head_dim * dtype.itemsize
     launch = Launch(keys=64 if wide <= 256 else 32)  # a tile of K and of V, two stages: 64 kB at most
-    launch = replace(launch, **measured(device).get("attention", {}))
+    if wide <= WIDE_MEASURED:
+        launch = replace(launch, **measured(device).get("attention", {}))
     split = launch.split
     while split * SPLITS_AT_MOST < max_len:
         split *= 2
