@@ -28,8 +28,9 @@ from bench.kernel_case import Case, Measured, WrongResult, measure
 from bench.kernel_cases import Shapes, Sizes, kernel_cases
 from bench.kernel_report import draw, table_of, write_json
 from bench.kernel_roofs import SQUARES, Roofs, measure_roofs
-from bench.kernel_steps import Steps, StepSizes, weight_bytes
+from bench.kernel_steps import Steps, StepSizes
 from bench.load.surroundings import surroundings
+from bench.model_costs import weight_bytes
 from bench.pictures import why_no_picture
 from common.errors import ModelCannotBeLoaded
 from kernels.cache import torch_dtype

@@ -1,8 +1,6 @@
 """Whole steps of a model, from token ids to sampled tokens: decode batches and prompt chunks, beside transformers.
 
-The floor of a step, as the project's targets define it: every weight is read once (the output head with its rows, the
-embedding table not), and so are the keys and values of the context; or all multiply-adds are done at the measured
-rate; whichever takes longer.
+The floor of a step is that of `model_costs.py`, at the measured rates; whichever of the two takes longer.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ import torch
 
 from bench.kernel_case import Case, difference
 from bench.kernel_cases import BLOCK_SIZE, CPU
+from bench.model_costs import step_operations, weight_bytes
 from common.request import SamplingParams
 from kernels.cache import dtype_name
-from kernels.model_config import ModelConfig
 from kernels.runner import ModelRunner, load_runner
 from kernels.step import StepLayout
 
@@ -149,7 +147,7 @@ class Steps:
             check=check,
             allowed=ALLOWED[self._dtype],
             moved_bytes=_step_bytes(self.runner, len(rows), start + count),
-            operations=_step_operations(self.runner.model.config, len(rows), start, count),
+            operations=step_operations(self.runner.model.config, len(rows), start, count),
         )
 
     def _past(self, ids: torch.Tensor) -> Any:
@@ -168,24 +166,6 @@ class Steps:
         return self.runner.model.logits(hidden[torch.from_numpy(step.firsts + counts - 1).long()])
 
 
-def _layer_weights(config: ModelConfig) -> int:
-    attended, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return config.hidden_size * (2 * attended + 2 * kv + 3 * config.intermediate_size)
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a step reads of them."""
-    head = config.vocab_size * config.hidden_size
-    return (config.num_layers * _layer_weights(config) + head) * dtype.itemsize
-
-
 def _step_bytes(runner: ModelRunner, rows: int, length: int) -> int:
     per_token = runner.layout.block_bytes // BLOCK_SIZE
     return weight_bytes(runner.model.config, runner.model.dtype) + rows * length * per_token
-
-
-def _step_operations(config: ModelConfig, rows: int, start: int, count: int) -> int:
-    seen = count * start + count * (count + 1) // 2
-    attention = config.num_layers * 4 * seen * config.num_heads * config.head_dim
-    head = 2 * config.vocab_size * config.hidden_size
-    return rows * (2 * count * config.num_layers * _layer_weights(config) + attention + head)

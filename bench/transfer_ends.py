@@ -17,7 +17,8 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from common.request import (
     WorkerId,
     pack_ids,
 )
-from transfer.channel import Arrived, store_wanted
+from transfer.channel import Arrived, Pool as ChannelPool, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links, peer_of
 from transfer.own_channels import receiving_ends, sending_ends
@@ -103,17 +104,25 @@ class Pool:
 class Giver:
     """A prefill worker as far as transfers go: whatever it offers is computed already."""
 
-    def __init__(self, channel: str, num_blocks: int, block_bytes: int, key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        channel: str,
+        pool: ChannelPool,
+        segment: PoolSegment,
+        num_blocks: int,
+        block_bytes: int,
+        key: ClusterKey | None,
+    ) -> None:
+        """`segment`: what the pool was made in, if it was. Raises BadConfiguration where there is no such channel."""
         self._num_blocks = num_blocks
-        pool = Pool(num_blocks, block_bytes, shown=channel == "shm")
-        ends = sending_ends(channel, P, pool, pool.segment, block_bytes)
+        ends = sending_ends(channel, P, pool, segment, block_bytes)
         self._links = Links(P, Counters(), block_bytes=block_bytes, sending=ends, key=key)
         self._links.bind(HERE)
         self._sender = TransferSender(block_bytes=block_bytes, window_bytes=WINDOW_BYTES)
         self._left = 0
         self._all_sent = asyncio.Event()
 
-    async def run(self, target: PeerAddress, rounds: Rounds) -> None:
+    async def run(self, target: PeerAddress, rounds: AsyncIterable[int]) -> None:
         self._links.start(NOBODY, lambda message, sender: None, self._hear, _no_blocks)
         looking = asyncio.create_task(_again_and_again(self._turn))
         async for number in rounds:
@@ -165,21 +174,31 @@ class Giver:
 class Taker:
     """A decode worker as far as transfers go. A transfer's place is in its id, so that a round fills the pool once."""
 
-    def __init__(self, channel: str, num_blocks: int, block_bytes: int, key: ClusterKey | None) -> None:
+    def __init__(self, channel: str, pool: ChannelPool, block_bytes: int, key: ClusterKey | None) -> None:
+        """Raises BadConfiguration where there is no such channel."""
         counters = Counters()
-        self._pool = Pool(num_blocks, block_bytes, shown=False)
+        self._pool = pool
         ends = receiving_ends(channel, D, counters, block_bytes)
         self._links = Links(D, counters, block_bytes=block_bytes, receiving=ends, key=key)
         self._receiver = TransferReceiver(block_bytes=block_bytes, window_bytes=WINDOW_BYTES)
 
     async def run(self, rounds: Rounds) -> None:
-        _say({"address": asdict(self._links.bind(HERE))})
+        async with self.taking() as address:
+            _say({"address": asdict(address)})
+            async for _ in rounds:
+                raise RuntimeError("only the sending end has rounds")
+
+    @asynccontextmanager
+    async def taking(self) -> AsyncIterator[PeerAddress]:
+        """Blocks are taken at this address meanwhile."""
+        address = self._links.bind(HERE)
         self._links.start(NOBODY, lambda message, sender: None, self._hear, self._blocks)
         looking = asyncio.create_task(_again_and_again(self._turn))
-        async for _ in rounds:
-            raise RuntimeError("only the sending end has rounds")
-        looking.cancel()
-        await self._links.close()
+        try:
+            yield address
+        finally:
+            looking.cancel()
+            await self._links.close()
 
     def _hear(self, message: Message, sender: Sender) -> None:
         now, peer = time.monotonic(), peer_of(sender)
@@ -324,9 +343,12 @@ async def _run(asked: argparse.Namespace) -> None:
         case "give", "zeromq":
             await give_bare(*sizes, json.loads(asked.target), rounds)
         case "take", channel:
-            await Taker(channel, *sizes).run(rounds)
+            pool = Pool(asked.blocks, asked.block_bytes, shown=False)
+            await Taker(channel, pool, asked.block_bytes, key).run(rounds)
         case _, channel:
-            await Giver(channel, *sizes).run(PeerAddress(**json.loads(asked.target)), rounds)
+            pool = Pool(asked.blocks, asked.block_bytes, shown=channel == "shm")
+            giver = Giver(channel, pool, pool.segment, *sizes)
+            await giver.run(PeerAddress(**json.loads(asked.target)), rounds)
 
 
 def main() -> None:
