@@ -240,13 +240,6 @@ class BatchingCore:
         batch.scores |= seq.owes_scores
         seq.in_batch += 1
 
-    def add_chunk(self, seq: Sequence, budget: int) -> int:
-        """As many of the tokens left to `seq` as `budget` pays for, and one at least. Returns the rest of it."""
-        cost = SCORED_COST if seq.owes_scores else 1
-        count = min(seq.left, max(1, budget // cost))
-        self.add_row(seq, count)
-        return budget - count * cost
-
     def add_decode_rows(self, seqs: Seq[Sequence]) -> None:
         """The same for sequences with one token left each, in one go."""
         batch = self._batch

@@ -24,7 +24,8 @@ from common.endpoints import Endpoint, checked, is_loopback, parse_address, pars
 from common.errors import BadConfiguration
 from common.flags import flag, parse, visible_fields
 from common.gpu_settings import GpuSettings
-from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, Strict
+from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, KeysOfFiles, Strict
+from common.ordering import PolicyName
 
 WorkerRole = Literal["prefill", "decode"]
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
@@ -37,9 +38,9 @@ DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 LAST_PAIR_OF_PORTS = 65534
 WORKER_ID = r"((prefill|decode)-from-)?[A-Za-z0-9._-]{1,64}"  # one that changed its role has it in its id
 
-NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
+MAX_PRIORITY = 2**31 - 1
 
-TIER_KEYS_WITHOUT_EFFECT = {"weight", "max_queue"}
+NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
 
 class Tier(Strict):
@@ -47,14 +48,14 @@ class Tier(Strict):
 
     ttft_ms: float | None = Field(default=None, gt=0)
     itl_ms: float | None = Field(default=None, gt=0)
-    priority: int = 0
-    weight: float = Field(default=1, gt=0)
-    max_queue: int = Field(default=256, ge=1)
-
-    @property
-    def set_without_effect(self) -> list[str]:
-        """Keys that were given and that nothing in this release acts on."""
-        return sorted(self.model_fields_set & TIER_KEYS_WITHOUT_EFFECT)
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    weight: float = Field(default=1, gt=0, le=1e6)
+    max_queue: int | None = Field(default=None, ge=1)  # beside --max-queue
+    max_priority_offset: int | None = Field(default=None, ge=0)
+    """How far from the tier's class a request's `priority` may move it; absent: not to the class of a tier that is
+    served before this one."""
+    api_key_file: KeysOfFiles = ()
+    """Keys whose requests are of this tier where they name no other; they need not be given anywhere else."""
 
 
 class ProcessSettings(Strict):
@@ -70,6 +71,13 @@ class ProcessSettings(Strict):
         "process",
         ge=0,
         metavar="SECONDS",
+    )
+    scheduling_policy: PolicyName = flag(
+        "fair",
+        "who is next, in the queue and on every worker (give all the same). fcfs: by arrival; priority: by class, then "
+        "arrival; fair: by class, then tenant by what it was served, then deadline, then arrival; edf: by class, then "
+        "deadline, then arrival",
+        "scheduling",
     )
     curve_key: AbsolutePath | None = flag(
         None,
@@ -279,6 +287,18 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
                 "or say --allow-unauthenticated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_key_has_one_tier(self) -> Self:
+        keys = [key for tier in self.tiers.values() for key in set(tier.api_key_file)]
+        if len(set(keys)) < len(keys):
+            raise ValueError("tiers: one key is in the api_key_file of two of them")
+        return self
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        of_tiers = (key for tier in self.tiers.values() for key in tier.api_key_file)
+        return tuple(dict.fromkeys((*super().api_keys, *of_tiers)))
 
     @property
     def model_name(self) -> str:

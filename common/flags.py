@@ -265,7 +265,7 @@ def _one_line(model: type[BaseModel], error: ValidationError, of_file: Set[str])
     if first["type"] == "extra_forbidden":
         known = _keys_of_table(model.model_fields[field]) if field in model.model_fields else set()
         return f"unknown key {where!r}{_nearest(place[-1], known)}", field
-    got = "" if _is_secret(field) else f" (got {first['input']!r})"
+    got = "" if any(map(_is_secret, place)) else f" (got {first['input']!r})"
     return f"{where}: {message[:1].lower()}{message[1:]}{got}", field
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NewType
 
 from pydantic import AfterValidator, Field
 
-from common.bounds import SHORT, Amount, Count, TokenId, Word
+from common.bounds import SHORT, Amount, Count, Seconds, TokenId, Word
 
 RequestId = NewType("RequestId", str)
 Attempt = NewType("Attempt", int)
@@ -98,7 +98,9 @@ class Request:
     """What the coordinator dispatches. `prompt_ids` is packed int32 (see `pack_ids`).
 
     `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`); its own id where
-    others share this one's; empty where nobody shares. `itl_s` is its tier's target for the gaps of its answer.
+    others share this one's; empty where nobody shares. `itl_s` is its tier's target for the gaps of its answer,
+    `weight` its tier's share. `deadline_s`: seconds left until its first token is due, when this was said; for the
+    order alone, nothing ends by it.
     """
 
     request_id: Annotated[RequestId, SHORT]
@@ -111,6 +113,8 @@ class Request:
     cache_salt: Word = ""
     leader: Word = ""
     itl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    deadline_s: Seconds | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.lifecycle import Life, Phase
+from common.ordering import Lane, Place
 from common.request import Attempt, Key, Request, unpack_ids
 
 NO_SLOT = -1
@@ -22,10 +23,12 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "chain",
+        "charged_outputs",
         "end_token_ids",
         "found_tokens",
         "in_batch",
         "key",
+        "lane",
         "life",
         "lost_tokens",
         "max_len",
@@ -33,12 +36,14 @@ class Sequence:
         "num_computed",
         "order",
         "over",
+        "place",
         "preemptions",
         "prompt_len",
         "published",
         "request",
         "scored",
         "seed",
+        "served_at",
         "slot",
         "start_len",
         "tokens",
@@ -70,6 +75,10 @@ class Sequence:
         self.preemptions = 0
         self.arrival = arrival
         self.order = (request.priority, arrival)
+        self.lane: Lane = (request.priority, "", "")  # this, and the next two, are `common/turns.py`'s
+        self.place: Place = (0.0, arrival)
+        self.served_at = now  # since when it waits for the next thing to be done for it
+        self.charged_outputs = self.num_outputs
         self.life = Life(phase, now)
 
     @property

@@ -24,7 +24,8 @@ from common.token_columns import columns_of, rows_of
 
 PROTOCOL_MAJOR = 2  # since 2 rows of tokens travel as columns
 PROTOCOL_MINOR = 2
-"""2.1: a data message may hold several blocks, where the receiver's address says so. 2.2: loads hold a step model."""
+"""2.1: a data message may hold several blocks, where the receiver's address says so. 2.2: loads hold a step
+model, requests weight, deadline and ITL target."""
 MAX_MESSAGE_BYTES = 1 << 20
 
 _BASES = (Message, AboutRequest)

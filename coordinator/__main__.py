@@ -35,13 +35,6 @@ def main() -> int:
                 "--ssl-keyfile, or let only a proxy that speaks TLS reach it",
                 file=sys.stderr,
             )
-        if idle := [
-            f"{name}.{key}" for name, tier in settings.tiers.items() for key in tier.set_without_effect
-        ]:
-            print(  # noqa: T201
-                f"WARNING: these keys of [tiers] have no effect in this release: {', '.join(idle)}",
-                file=sys.stderr,
-            )
         from coordinator.model_folder import resolve_model
         from coordinator.service import run
         from transfer.cluster_key import key_of

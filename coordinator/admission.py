@@ -36,8 +36,9 @@ class Admission:
             why = f"{asked} do not fit the limit of {limit} tokens"
             return no("BadRequest", why, code="context_length_exceeded")
         tokens = sum(1 if request.follows else request.prompt_tokens for request in requests)
-        never = self._queue.never_fits(len(requests), tokens)
+        tier = requests[0].tier
+        never = self._queue.never_fits(len(requests), tokens, tier)
         if never is not None:
             return no("BadRequest", never, code="too_many_choices")
-        full = self._queue.full_for(len(requests), tokens)
+        full = self._queue.full_for(len(requests), tokens, tier)
         return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())

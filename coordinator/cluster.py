@@ -155,6 +155,7 @@ class Cluster:
                 effects += self._fault(tracked.key, error, now)
                 continue
             tracked.outputs += ids
+            self._dispatcher.served(tracked, len(ids))
             tracked.fruitless = 0
             tracked.seen_at = now
         for key in message.gaps:

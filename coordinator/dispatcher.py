@@ -2,7 +2,9 @@
 
 The rule of the queue: in order, and one without room lets a few behind it pass, so that a long prompt does not
 idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. One that no worker that is left
-could hold is passed by all: room made for it would be of no use. A dispatch is a command, said again by the cluster
+could hold is passed by all: room made for it would be of no use. So is a prompt longer than a step while every worker
+has such a one to compute: who passes it takes nothing of what it waits for (see `router.py`), and it is next when that
+one is done. A dispatch is a command, said again by the cluster
 until a worker has answered it.
 
 Why no deadlock: a request waits here before it counts at any worker, and is given to both of a pair at once or to
@@ -13,11 +15,16 @@ there for order, not for safety: workers must not hang if it is wrong. The whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from common.effects import Effect, ToWorker
 from common.lifecycle import Phase
 from common.messages import Decode, Message, Prefill, Rebind
-from common.request import Attempt, pack_ids
-from coordinator.queue import Entry, WaitingQueue
+from common.request import Attempt, Request, pack_ids
+from common.shares import IN_COST, OUT_COST
+from coordinator.lanes import Entry, Rank
+from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
 from coordinator.tracker import NO_ATTEMPT, Family, Tracked, Tracker
@@ -25,6 +32,7 @@ from coordinator.tracker import NO_ATTEMPT, Family, Tracked, Tracker
 MAX_PASSES = 64
 LOOK_AHEAD = 32  # entries of the queue that are looked at in one go …
 MAX_BLOCKED = 8  # … as long as no more than these found no room
+MAX_LONG_PASSED = 256  # of prompts that wait for another long one to be done, in one go
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
@@ -51,7 +59,7 @@ class Dispatcher:
         self._attempt = first_attempt
         self._ask_again_s = ask_again_s
         self.room_made = True
-        self._wall: tuple[int, int] | None = None
+        self._wall: Rank | None = None
         """Where the last walk stopped because too many had no room: nobody behind it is looked at."""
 
     @property
@@ -64,7 +72,8 @@ class Dispatcher:
     def enqueue(self, tracked: Tracked, now: float) -> None:
         entry = self._entry(tracked, now)
         self._queue.push(entry)
-        if self._wall is None or entry.order < self._wall:
+        rank = None if self._wall is None else self._queue.rank(entry, MAX_BLOCKED)
+        if self._wall is None or (rank is not None and rank < self._wall):
             self.room_made = True
 
     def hold(self, tracked: Tracked, family: Family, now: float) -> None:
@@ -83,16 +92,28 @@ class Dispatcher:
         return bool(freed)
 
     def _entry(self, tracked: Tracked, now: float) -> Entry:
-        tokens = 1 if tracked.request.follows else tracked.tokens
-        request = tracked.request
+        request, policy = tracked.request, self._queue.policy
+        tokens = 1 if request.follows else tracked.tokens
+        tracked.lane = policy.lane(request)
         return Entry(
-            tracked.id, request.priority, tracked.arrival, tokens, since=now, longest=request.max_total_tokens
+            tracked.id,
+            tracked.lane,
+            policy.place(tracked.due, tracked.arrival),
+            tokens,
+            since=now,
+            longest=request.max_total_tokens,
+            cost=IN_COST * tokens / request.weight if tracked.attempts == 0 else 0.0,
+            tier=request.tier,
         )
+
+    def served(self, tracked: Tracked, num_tokens: int) -> None:
+        """So many answer tokens came."""
+        self._queue.shares.charge(tracked.lane, OUT_COST * num_tokens / tracked.request.weight)
 
     def give_out(self, now: float) -> list[Effect]:
         """Gives out what workers have room for."""
         effects: list[Effect] = []
-        while self.room_made and self._queue.first() is not None:
+        while self.room_made and not self._queue.empty:
             effects += self._walk_queue(now)
         return effects
 
@@ -105,27 +126,46 @@ class Dispatcher:
     def _walk_queue(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         passed: list[Tracked] = []
-        room = max((worker.longest_tokens for worker in self._registry.usable("decode")), default=0)
-        entries = self._queue.ahead(LOOK_AHEAD, room)
+        entries = self._queue.ahead(LOOK_AHEAD, self._wanted(), now)
         self._wall = None
-        for entry in entries:
+        for rank, entry in entries:
             tracked = self._tracker.get(entry.id)
             assert tracked is not None
             pair = self._pick(tracked)
             if pair is None:
                 passed.append(tracked)
                 if len(passed) > MAX_BLOCKED:
-                    self._wall = entry.order
+                    self._wall = rank
                     break
                 continue
             if any(blocked.passes >= MAX_PASSES for blocked in passed):
                 break
-            self._queue.remove(entry.id)
+            self._queue.give_out(entry, now)
             effects += self._dispatch(tracked, *pair, now)
             for blocked in passed:
                 blocked.passes += 1
         self.room_made = not passed and len(entries) == LOOK_AHEAD  # there may be more, and room for it
         return effects
+
+    def _wanted(self) -> Callable[[Entry], bool]:
+        """Whether an entry could be given out when room is made, as far as the workers that are left go."""
+        deciders = self._registry.usable("decode")
+        prefillers = self._registry.usable("prefill") or deciders
+        room = max((worker.longest_tokens for worker in deciders), default=0)
+        step_tokens = max((worker.card.max_num_batched_tokens for worker in prefillers), default=0)
+        taken_class = max(map(self._router.first_long_class, prefillers), default=float("inf"))
+        passed = 0
+
+        def wanted(entry: Entry) -> bool:
+            nonlocal passed
+            if entry.longest > room:
+                return False
+            if entry.tokens <= step_tokens or entry.lane[0] < taken_class or passed == MAX_LONG_PASSED:
+                return True
+            passed += 1
+            return False
+
+        return wanted
 
     # ------------------------------------------------------------ one request
 
@@ -152,7 +192,7 @@ class Dispatcher:
         address = target.card.address
         if isinstance(tracked.command, Prefill):  # not answered yet: ask with the new target
             outputs = tracked.command.output_ids
-            return self.command(tracked, Prefill(*tracked.key, tracked.request, outputs, address), now)
+            return self.command(tracked, Prefill(*tracked.key, _as_sent(tracked, now), outputs, address), now)
         return self.command(tracked, Rebind(*tracked.key, address), now)
 
     def prompt_done(self, tracked: Tracked) -> None:
@@ -202,9 +242,9 @@ class Dispatcher:
     def _pick_prefill(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
         for worker in self._near(tracked, workers):
             tokens = tracked.to_compute(worker.id, worker.card.block_size)
-            if self._router.pick_prefill([worker], tokens, ()) is not None:
+            if self._router.pick_prefill([worker], tokens, (), tracked.lane[0]) is not None:
                 return worker
-        return self._router.pick_prefill(workers, tracked.tokens, tracked.avoid)
+        return self._router.pick_prefill(workers, tracked.tokens, tracked.avoid, tracked.lane[0])
 
     def _pick_decode(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
         for worker in self._near(tracked, workers):
@@ -240,10 +280,16 @@ class Dispatcher:
         self._tracker.goes_out(tracked)
         computer = prefill or decode
         tokens = tracked.to_compute(computer.id, tracked.block_size)
-        self._router.assign(tracked.id, computer.id, decode.id, tokens, self._blocks(tracked, decode))
-        outputs = pack_ids(tracked.outputs)
+        blocks = self._blocks(tracked, decode)
+        self._router.assign(tracked.id, computer.id, decode.id, tokens, blocks, tracked.lane[0])
+        outputs, request = pack_ids(tracked.outputs), _as_sent(tracked, now)
         if prefill is None:
-            return self.command(tracked, Decode(*tracked.key, tracked.request, outputs), now)
-        return self.command(
-            tracked, Prefill(*tracked.key, tracked.request, outputs, decode.card.address), now
-        )
+            return self.command(tracked, Decode(*tracked.key, request, outputs), now)
+        return self.command(tracked, Prefill(*tracked.key, request, outputs, decode.card.address), now)
+
+
+def _as_sent(tracked: Tracked, now: float) -> Request:
+    """The request with what is left of its time."""
+    if tracked.due == float("inf"):
+        return tracked.request
+    return replace(tracked.request, deadline_s=max(0.0, tracked.due - now))

@@ -21,6 +21,7 @@ from typing import Any
 from common.errors import KvferryError
 from common.lifecycle import LIVE_PHASES, Phase
 from coordinator.answer import Answer, Piece
+from coordinator.deadline_header import left_s, read_deadline_s
 from coordinator.door.connection import DROPPED
 from coordinator.door.front_door import Arrival
 from coordinator.door.http_body import (
@@ -179,16 +180,18 @@ class Generation:
     # ------------------------------------------------------------ who works
 
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
-        kitchen = self._kitchen
+        kitchen, arrival = self._kitchen, self._arrival
+        deadline_s = read_deadline_s(arrival.deadline)
         fields = await read_fields(body, self._surface.read)
-        job = self._job = await self._surface.build(kitchen.builder, fields, self._arrival.tenant)
+        job = self._job = await self._surface.build(kitchen.builder, fields, arrival.tenant)
         self._prompt_tokens = job.prompt_tokens
         self._answers = self._answers_to(job)
         if job.echoed:
             self._echo = Echo(job.echoed, job.leaders, job.request.sampling.logprobs is not None)
         stream: TokenStream
         if job.needs_workers:
-            stream = await kitchen.gateway.submit(job.requests)
+            left = left_s(deadline_s, time.monotonic() - arrival.started_s)
+            stream = await kitchen.gateway.submit(job.requests, left)
         else:
             stream = NothingToSay([request.request_id for request in job.requests])
         self._phase = Phase.PREFILLING

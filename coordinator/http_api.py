@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -42,6 +42,7 @@ from coordinator.metrics import Metrics
 from coordinator.request_builder import RequestBuilder
 from coordinator.role_api import add_role_route
 from coordinator.structured_output import StructuredOutput
+from coordinator.tiers import Tiers
 from coordinator.tokenize_api import TokenizeApi, add_tokenize_routes
 from coordinator.tokenizer import Tokenizer
 from coordinator.tools.families import family_of
@@ -59,7 +60,7 @@ def create_app(
     metrics: Metrics,
     *,
     served_models: Sequence[str],
-    tiers: Mapping[str, int] | None = None,
+    tiers: Tiers | None = None,
     pacing: FirstTokenPacing | None = None,
     seed: int | None = None,
     api_keys: Sequence[str] = (),
@@ -69,16 +70,13 @@ def create_app(
     tool_call_parser: str = "auto",
     cors: Cors | None = None,
 ) -> ASGIApp:
-    """`tiers` are names with their classes, the first is the default one. Without `api_keys` every route is open, with
-    them `/health` alone.
-    `seed`: see `RequestBuilder`."""
+    """Without `api_keys` every route is open, with them `/health` alone. `seed`: see `RequestBuilder`."""
     family = family_of(tokenizer.template, tokenizer.added_ids, tool_call_parser)
     has_place = tokenizer.template is not None and tokenizer.template.has_place_for_tools
     told = "by the chat template" if has_place else "as text, for want of a place in the chat template"
     log.info("tools are told %s; their calls are read as those of the %s family", told, family.name)
-    builder = RequestBuilder(
-        gateway, tokenizer, tuple(served_models), tiers or {"default": 0}, front, seed, structured, family
-    )
+    tiers = tiers or Tiers()
+    builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers, front, seed, structured, family)
     limits = limits or Limits()
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits, pacing or FirstTokenPacing({}))
     app = _App(kitchen)
@@ -91,9 +89,7 @@ def create_app(
     _add_operator_routes(app, gateway)
     add_drain_route(app, gateway, limits)
     add_role_route(app, gateway, limits)
-    add_docs_routes(
-        app, _facts(kitchen, tuple(served_models), tuple(tiers or {"default": 0}), bool(api_keys))
-    )
+    add_docs_routes(app, _facts(kitchen, tuple(served_models), tiers.names, bool(api_keys)))
     cors = cors or Cors()
     door = FrontDoor(
         app,

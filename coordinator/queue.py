@@ -1,110 +1,158 @@
-"""The coordinator's queue: the only long queue in the system, bounded by requests and by prompt tokens. Pure.
+"""The coordinator's queue: the only long queue in the system, bounded by requests, by prompt tokens and by tier. Pure.
 
-Order: class (lower priority number first), then arrival. A request that goes back (next attempt) keeps its
-arrival, so it stands before everything that came after it. One that waits for another's prompt is held: it counts,
-but is not in line until it is let go.
+Who is next, the policy says (`common/ordering.py`); `lanes.py` keeps that order. A request that goes back (next
+attempt) keeps its arrival, so in its lane it stands before everything that came after it, and its lane is not charged
+for it again. One that waits for another's prompt is held: it counts, but is not in line until it is let go.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from itertools import islice
 
+from common.ordering import AGEING_S, Fair, Policy
 from common.request import RequestId
+from common.shares import Shares
+from coordinator.lanes import Entry, Lanes, Rank
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    id: RequestId
-    priority: int
-    arrival: int
-    tokens: int
-    since: float
-    longest: int = 0  # prompt and answer together, if it comes to all that it may
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return (self.priority, self.arrival)
-
-
-def _order(entry: Entry) -> tuple[int, int]:
-    return entry.order
+OLDEST_LOOKED_AT = 32
+"""For the aged turn: of those that have waited longest, some may be too long for who is left."""
 
 
 class WaitingQueue:
-    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
+    """`tier_limits`: how many of a tier may wait, where that is limited."""
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        policy: Policy | None = None,
+        tier_limits: Mapping[str, int] | None = None,
+    ) -> None:
+        self.policy = policy or Fair()
+        self.shares = Shares()
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._entries: list[Entry] = []
-        self._by_id: dict[RequestId, Entry] = {}
+        self._tier_limits = dict(tier_limits or {})
+        self._lanes = Lanes(self.shares)
+        self._in_line: OrderedDict[RequestId, Entry] = OrderedDict()  # as they came here
         self._held: dict[RequestId, Entry] = {}
+        self._of_tier: Counter[str] = Counter()
+        self._aged_turn_at = float("-inf")
+        self._has_aged_turn: Entry | None = None  # when the order was last asked for
         self.tokens = 0
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._held)
+        return len(self._in_line) + len(self._held)
 
-    def never_fits(self, requests: int, tokens: int) -> str | None:
+    def waiting_of(self, tier: str) -> int:
+        return self._of_tier[tier]
+
+    # ------------------------------------------------------------ bounds
+
+    def never_fits(self, requests: int, tokens: int, tier: str = "") -> str | None:
         """Why so many requests at once, with so many prompt tokens in all, could not even wait here alone."""
-        if requests > self._max_requests:
-            limit = f"the {self._max_requests} requests that may wait here"
+        most = min(self._max_requests, self._tier_limits.get(tier, self._max_requests))
+        if requests > most:
+            limit = f"the {most} requests that may wait here"
             return f"{requests} choices at once are more than {limit}; lower n or send fewer prompts"
         if requests > 1 and tokens > self._max_tokens:
             limit = f"the {self._max_tokens} that may wait here"
             return f"{tokens} prompt tokens at once are more than {limit}; send fewer prompts"
         return None
 
-    def full_for(self, requests: int, tokens: int) -> str | None:
+    def full_for(self, requests: int, tokens: int, tier: str = "") -> str | None:
         """Why so many new requests, with so many prompt tokens in all, cannot wait here now, or None. One request
         always can wait alone."""
         waiting = len(self)
         if waiting + requests > self._max_requests:
             return f"{waiting} requests are waiting, the limit is {self._max_requests}"
+        of_tier, limit = self._of_tier[tier], self._tier_limits.get(tier)
+        if limit is not None and of_tier + requests > limit:
+            return f"{of_tier} requests of tier {tier} are waiting, its limit is {limit}"
         if waiting and self.tokens + tokens > self._max_tokens:
             return f"{self.tokens} prompt tokens are waiting, the limit is {self._max_tokens}"
         return None
 
+    # ------------------------------------------------------------ in and out
+
     def push(self, entry: Entry) -> None:
-        assert entry.id not in self._by_id and entry.id not in self._held
-        insort(self._entries, entry, key=_order)
-        self._by_id[entry.id] = entry
-        self.tokens += entry.tokens
+        self._count(entry)
+        self._stand_in_line(entry)
 
     def hold(self, entry: Entry) -> None:
         """Not in line yet: `let_go` puts it there."""
-        assert entry.id not in self._by_id and entry.id not in self._held
+        self._count(entry)
         self._held[entry.id] = entry
-        self.tokens += entry.tokens
 
     def let_go(self, request_id: RequestId) -> bool:
         """False if it is not held (any more)."""
         entry = self._held.pop(request_id, None)
-        if entry is None:
-            return False
-        self.tokens -= entry.tokens
-        self.push(entry)
-        return True
+        if entry is not None:
+            self._stand_in_line(entry)
+        return entry is not None
 
-    def ahead(self, count: int, room: int) -> list[Entry]:
-        """The first `count` entries in line, in order, of those that somebody with `room` tokens in all could hold;
-        a copy. The others wait for another worker, and are in nobody's way."""
-        return list(islice((entry for entry in self._entries if entry.longest <= room), count))
-
-    def first(self) -> Entry | None:
-        return self._entries[0] if self._entries else None
+    def give_out(self, entry: Entry, now: float) -> None:
+        """It is dispatched: taken out, and its lane charged for it."""
+        if entry is self._has_aged_turn:
+            self._has_aged_turn, self._aged_turn_at = None, now + AGEING_S
+        self.shares.charge(entry.lane, entry.cost)
+        self.remove(entry.id)
 
     def remove(self, request_id: RequestId) -> Entry | None:
         """Takes it out, in line or held."""
-        entry = self._by_id.pop(request_id, None)
+        entry = self._in_line.pop(request_id, None)
         if entry is not None:
-            # Orders are unique (an arrival is), so the place is exact; most often it is the first.
-            del self._entries[bisect_left(self._entries, entry.order, key=_order)]
+            self._lanes.remove(entry)
         else:
             entry = self._held.pop(request_id, None)
         if entry is not None:
             self.tokens -= entry.tokens
+            self._of_tier[entry.tier] -= 1
+            if not self._of_tier[entry.tier]:
+                del self._of_tier[entry.tier]
         return entry
 
+    def _count(self, entry: Entry) -> None:
+        assert entry.id not in self._in_line and entry.id not in self._held
+        self.tokens += entry.tokens
+        self._of_tier[entry.tier] += 1
+
+    def _stand_in_line(self, entry: Entry) -> None:
+        self._in_line[entry.id] = entry
+        self._lanes.push(entry)
+
+    # ------------------------------------------------------------ order
+
+    @property
+    def empty(self) -> bool:
+        """Nobody stands in line."""
+        return not self._in_line
+
+    def ahead(self, count: int, wanted: Callable[[Entry], bool], now: float) -> list[tuple[Rank, Entry]]:
+        """The first `count` in line, in order, of those that are `wanted`; the others are in nobody's way. If the aged
+        turn has come, whoever has it is the first."""
+        aged = self._has_aged_turn = self._aged(wanted, now)
+        with closing(self._lanes.in_order(lambda entry: entry is not aged and wanted(entry))) as order:
+            if aged is None:
+                return list(islice(order, count))
+            before_all: Rank = (aged.lane[0], float("-inf"), aged.place)
+            return [(before_all, aged), *islice(order, count - 1)]
+
+    def rank(self, entry: Entry, within: int) -> Rank | None:
+        """Where it stands, None where more than `within` of its lane stand before it."""
+        return self._lanes.rank(entry, within)
+
+    def _aged(self, wanted: Callable[[Entry], bool], now: float) -> Entry | None:
+        if now < self._aged_turn_at:
+            return None
+        oldest = islice(self._in_line.values(), OLDEST_LOOKED_AT)
+        return next((entry for entry in oldest if now - entry.since >= AGEING_S and wanted(entry)), None)
+
     def age_s(self, now: float) -> float:
-        """How long the longest-waiting entry has stood here."""
-        return max((now - entry.since for entry in (*self._entries, *self._held.values())), default=0.0)
+        """How long the one that came first has stood here."""
+        first = [*islice(self._in_line.values(), 1), *self._held.values()]
+        return max((now - entry.since for entry in first), default=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +22,12 @@ from coordinator.gateway import Gateway
 from coordinator.openai.schema import MAX_CHOICES, ChatFields, CompletionFields, TextFields
 from coordinator.openai.schema_keywords import first_fault
 from coordinator.structured_output import StructuredOutput
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from coordinator.tools.families import FAMILIES, Family
 from coordinator.tools.use import ToolUse, tool_use
 
 DEFAULT_TEXT_MAX_TOKENS = 16
-NAMES_OF_DEFAULT_TIER = (None, "auto", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,14 @@ class Job:
 
 
 class RequestBuilder:
-    """`tiers` are the configured names with their classes, the first being the default one. `seed` starts the
-    seeds of requests that bring none; None draws them from the system."""
+    """`seed` starts the seeds of requests that bring none; None draws them from the system."""
 
     def __init__(
         self,
         gateway: Gateway,
         tokenizer: Tokenizer,
         served_models: tuple[str, ...],
-        tiers: Mapping[str, int],
+        tiers: Tiers,
         front: FrontId,
         seed: int | None = None,
         structured: StructuredOutput | None = None,
@@ -93,14 +92,14 @@ class RequestBuilder:
         self._gateway = gateway
         self._tokenizer = tokenizer
         self._served_models = served_models
-        self._tiers = dict(tiers)
+        self._tiers = tiers
         self._front = front
         self._family = tool_family
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     async def chat(self, fields: ChatFields, tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
-        context = self._check(fields)
+        context = self._check(fields, tenant)
         tools = tool_use(self._family, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         await self._check_form(fields)
         grammar = None if tools is None else await self._forced(fields, tools)
@@ -119,7 +118,7 @@ class RequestBuilder:
 
     async def text(self, fields: TextFields, tenant: str | None) -> Job:
         """Raises BadRequest and its kinds, NoWorker, NotAdmitted."""
-        context = self._check(fields)
+        context = self._check(fields, tenant)
         if len(fields.prompt) * fields.n > MAX_CHOICES:
             asked = f"{len(fields.prompt)} prompts with n = {fields.n}"
             raise BadRequest(
@@ -163,11 +162,11 @@ class RequestBuilder:
             await asyncio.sleep(0)
         return replace(job, requests=tuple(requests), echoed=tuple(echoed), empty=fields.max_tokens == 0)
 
-    def _check(self, fields: CompletionFields) -> int:
+    def _check(self, fields: CompletionFields, tenant: str | None) -> int:
         """Everything that needs no prompt. Returns the length of the context."""
         if fields.model not in self._served_models:
             raise model_not_found(fields.model, self._served_models)
-        self._tier(fields)
+        self._tiers.priority(self._tiers.named(fields.service_tier, tenant), fields.priority)
         self._tokenizer.check_ids(fields.stop_token_ids, "stop_token_ids")
         self._logit_bias(fields)
         context = self._gateway.max_model_len()
@@ -239,18 +238,6 @@ class RequestBuilder:
             biases[id] = value
         return tuple(sorted(biases.items()))
 
-    def _tier(self, fields: CompletionFields) -> str:
-        if fields.service_tier in self._tiers:
-            return fields.service_tier
-        if fields.service_tier in NAMES_OF_DEFAULT_TIER:
-            return next(iter(self._tiers))
-        raise UnsupportedField(
-            f"service_tier: {shown(str(fields.service_tier))!r} is not a tier of this server. Leave it out, or use one "
-            f"of: {', '.join(dict.fromkeys(('auto', 'default', *self._tiers)))}.",
-            param="service_tier",
-            code="unsupported_value",
-        )
-
     def _job(
         self,
         id_prefix: str,
@@ -260,7 +247,7 @@ class RequestBuilder:
         tenant: str | None,
     ) -> Job:
         """`prompts` are token ids, each with the most tokens that its answers may have."""
-        tier = self._tier(fields)
+        tier = self._tiers.named(fields.service_tier, tenant)
         id = self._gateway.mint_id(id_prefix)
         biases = self._logit_bias(fields)
         requests: list[Request] = []
@@ -270,10 +257,13 @@ class RequestBuilder:
                 prompt_ids=pack_ids(ids),
                 sampling=self._sampling(fields, max_tokens, num_logprobs, biases),
                 front=self._front,
-                priority=self._tiers[tier] + fields.priority,
+                priority=self._tiers.priority(tier, fields.priority),
                 tier=tier,
                 tenant=fields.user if tenant is None else tenant,
                 cache_salt=fields.cache_salt,
+                weight=self._tiers.weight(tier),
+                deadline_s=self._tiers.ttft_s(tier),
+                itl_s=self._tiers.itl_s(tier),
             )
             requests += _choices(request, id, len(requests), fields.n)
         return Job(tuple(requests), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)

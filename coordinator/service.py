@@ -18,10 +18,12 @@ from common.config import CoordinatorSettings, Tier
 from common.endpoints import Endpoint, parse_endpoint
 from common.logs import set_up_logging
 from common.long_lived import keep_out_of_collections
+from common.ordering import POLICIES
 from common.request import first_attempt_of_epoch
 from coordinator.cluster import Cluster
 from coordinator.control_plane import FRONT, ControlPlane
 from coordinator.door.cors import Cors
+from coordinator.door.front_door import tenant_of
 from coordinator.door.http_server import listen, make_server, within_open_files
 from coordinator.door.limits import Limits
 from coordinator.door.tls import server_context
@@ -32,6 +34,7 @@ from coordinator.model_folder import local_folder
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.structured_output import StructuredOutput
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from transfer.cluster_key import ClusterKey
 from transfer.sockets import allow_open_files
@@ -74,7 +77,13 @@ async def _serve(
         lost_after_s=settings.worker_timeout,
         hung_after_s=settings.progress_timeout,
     )
-    queue = WaitingQueue(max_requests=settings.max_queue, max_tokens=settings.max_waiting_tokens)
+    tiers = settings.all_tiers
+    queue = WaitingQueue(
+        max_requests=settings.max_queue,
+        max_tokens=settings.max_waiting_tokens,
+        policy=POLICIES[settings.scheduling_policy],
+        tier_limits={name: tier.max_queue for name, tier in tiers.items() if tier.max_queue is not None},
+    )
     cluster = Cluster(
         registry,
         queue,
@@ -99,8 +108,10 @@ async def _serve(
         tokenizer,
         metrics,
         served_models=(settings.model_name,),
-        tiers={name: tier.priority for name, tier in settings.all_tiers.items()},
-        pacing=FirstTokenPacing({name: _targets(tier) for name, tier in settings.all_tiers.items()}),
+        tiers=Tiers(
+            tiers, {tenant_of(key): name for name, tier in tiers.items() for key in tier.api_key_file}
+        ),
+        pacing=FirstTokenPacing({name: _targets(tier) for name, tier in tiers.items()}),
         seed=settings.seed,
         api_keys=settings.api_keys,
         front=FRONT,

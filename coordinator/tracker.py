@@ -7,6 +7,7 @@ from typing import Any
 
 from common.lifecycle import Life, Phase
 from common.messages import Ended, Message, Tokens
+from common.ordering import Lane, due_at
 from common.request import Attempt, Key, Request, RequestId, WorkerId
 
 RECENT_LIMIT = 1024
@@ -44,6 +45,8 @@ class Tracked:
     arrival: int
     life: Life
     deadline: float | None
+    due: float = float("inf")  # when its first token should be out: what the order goes by
+    lane: Lane = (0, "", "")  # in the queue
     attempt: Attempt = NO_ATTEMPT  # set while dispatched
     attempts: int = 0
     fruitless: int = 0  # attempts in a row that brought no token
@@ -120,7 +123,9 @@ class Tracker:
 
     def new(self, request: Request, deadline: float | None, now: float) -> Tracked:
         self._arrivals += 1
-        tracked = Tracked(request, self._arrivals, Life(Phase.WAITING, now), deadline, seen_at=now)
+        due = due_at(request, now)
+        due = due if deadline is None else min(due, deadline)
+        tracked = Tracked(request, self._arrivals, Life(Phase.WAITING, now), deadline, due, seen_at=now)
         self._live[tracked.id] = tracked
         return tracked
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from common.batching import BatchingCore
 from common.config import WorkerSettings
+from common.ordering import POLICIES, Policy
 from decode_node.forming import Continuous, Forming, RequestLevel
 from decode_node.worker import MAX_WAITING, DecodeWorker
 from kernels.loading import load_for_worker
@@ -15,7 +16,8 @@ from transfer.worker_process import run_worker
 
 def run(settings: WorkerSettings) -> int:
     """Serves until SIGTERM; the exit code. Raises StartupError."""
-    return run_worker(settings, "decode", load_for_worker, partial(_make_worker, _forming(settings)))
+    make = partial(_make_worker, _forming(settings), POLICIES[settings.scheduling_policy])
+    return run_worker(settings, "decode", load_for_worker, make)
 
 
 def _forming(settings: WorkerSettings) -> Forming:
@@ -25,7 +27,12 @@ def _forming(settings: WorkerSettings) -> Forming:
 
 
 def _make_worker(
-    forming: Forming, core: BatchingCore, fingerprint: str, block_bytes: int, vocab_size: int
+    forming: Forming,
+    policy: Policy,
+    core: BatchingCore,
+    fingerprint: str,
+    block_bytes: int,
+    vocab_size: int,
 ) -> DecodeWorker:
     return DecodeWorker(
         core,
@@ -34,4 +41,5 @@ def _make_worker(
         block_bytes=block_bytes,
         forming=forming,
         vocab_size=vocab_size,
+        policy=policy,
     )

@@ -7,9 +7,11 @@ between steps. The rules, in the order in which `schedule` applies them:
    that was accepted but not delivered is revoked (the prefill worker still has every block, nothing is lost),
    then the last sequence by (class, arrival) is preempted: its blocks go, its tokens stay.
 2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
-   then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits.
+   then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits. Who is
+   next of each kind, the policy says (`common/ordering.py`).
 3. The step's rows: all decoding sequences first, local prefill chunks in what is left of the token budget, or of the
-   time that the tightest ITL target of the answers leaves (`chunk_budget.py`).
+   time that the tightest ITL target of the answers leaves (`chunk_budget.py`); in order, a long prompt leaving half of
+   that to short ones (`common/step_budget.py`).
 4. Where a device takes a second batch while the first is out, decoding sequences of the first stand in it with a token
    that is not known yet, unless the host must see that token first (`may_go_ahead`); chunks wait until they are back.
    One that turns out to have ended stands there for nothing: its blocks stay its own until the batch is back. Nobody
@@ -20,7 +22,8 @@ New transfers are accepted only while nobody preempted waits, a slot will be fre
 one block for each running sequence (the watermark). Local prefills, preempted ones included, keep the same
 watermark: without it the last sequence is put out, starts again with what it gave back, and is put out again. A
 transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is kept for it, as long as it asks. So
-may the first local prefill that finds no room; then no transfer is accepted until it has started.
+may a local prefill that finds no room, by transfers and by as many other local prefills; then none of those is accepted
+or started until it has. Who was preempted is overtaken by nobody that needs blocks.
 
 Why no deadlock: by rule 1 the first by (class, arrival) of those that compute always gets its block, from the others
 if need be, and it fits alone; so it ends, and then the next is the first. Whoever waits for room (delivered without a
@@ -36,9 +39,12 @@ from dataclasses import dataclass
 
 from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
+from common.ordering import Fair, Policy
 from common.request import Attempt, Key, Request, TokenLogprobs
 from common.sequence import Sequence, finish_reason, may_go_ahead
+from common.step_budget import StepBudget
 from common.step_times import Coefficients
+from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
 from decode_node.forming import Continuous, Forming
 
@@ -70,10 +76,17 @@ def _by_order(seq: Sequence) -> tuple[int, int]:
 
 
 class DecodeScheduler:
-    def __init__(self, core: BatchingCore, forming: Forming | None = None, max_inflight: int = 1) -> None:
+    def __init__(
+        self,
+        core: BatchingCore,
+        forming: Forming | None = None,
+        max_inflight: int = 1,
+        policy: Policy | None = None,
+    ) -> None:
         """`max_inflight`: batches that may be out at a time, 1 or 2; finished in the order in which they went."""
         assert max_inflight in (1, 2)
         self._core = core
+        self._turns = Turns(policy or Fair())
         self._max_inflight = max_inflight
         self._forming = forming or Continuous()
         self._chunk_budget = ChunkBudget(core.max_num_batched_tokens)
@@ -85,7 +98,8 @@ class DecodeScheduler:
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
         self._passed_over: dict[Key, _PassedOver] = {}
-        self._local_passes = 0  # transfers accepted since the first local prefill found no room
+        self._local_passes = 0  # transfers accepted since a local prefill was last started
+        self._passes: dict[Key, int] = {}  # local prefills started past one that found no room
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
         # What the last `schedule` did that others must hear of; the caller clears them.
         self.revoked: list[Key] = []  # reservations given up
@@ -139,7 +153,7 @@ class DecodeScheduler:
         seq = self._new(request, attempt, output_ids, Phase.QUEUED, now)
         if not self._waiting:
             self._local_passes = 0
-        insort(self._waiting, seq, key=_by_order)
+        self._waiting.append(seq)
         return seq
 
     def reserve(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence | None:
@@ -154,6 +168,7 @@ class DecodeScheduler:
         for asked in self._passed_over.values():
             asked.passes += 1
         self._local_passes += bool(self._waiting)
+        self._turns.enter(seq, now)
         self._seqs[seq.key] = self._reserved[seq.key] = seq
         return seq
 
@@ -193,7 +208,7 @@ class DecodeScheduler:
         self._core.publish(seq)
         seq.tokens.append(token)
         seq.life.move(Phase.DECODE_READY, now)
-        insort(self._ready, seq, key=_by_order)
+        self._ready.append(seq)
         return seq
 
     def _new(
@@ -201,6 +216,7 @@ class DecodeScheduler:
     ) -> Sequence:
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), phase, now)
         assert seq.key not in self._seqs
+        self._turns.enter(seq, now)
         self._seqs[seq.key] = seq
         return seq
 
@@ -230,16 +246,26 @@ class DecodeScheduler:
     ) -> Batch | None:
         """Who may join, and the step's rows."""
         before = len(self._decoding)
+        order = self._line_up(now)
         self._join_delivered(now)
-        self._start(self._preempted, now)
+        self._resume(now)
         if not self._preempted and self._may_start(now):
-            self._start(self._waiting, now)
+            self._start_waiting(now)
         joined = self._decoding[before:]
         self._core.add_decode_rows(known if known is self._decoding else known + joined)
         self._core.add_rows_ahead(ahead)
         if self._prefilling:
-            self._add_chunks(self._chunk_budget.tokens(self._decoding, self._prefilling, step_model))
+            tokens = self._chunk_budget.tokens(self._decoding, self._prefilling, step_model)
+            self._add_chunks(order, tokens, now)
         return self._core.take_batch()
+
+    def _line_up(self, now: float) -> list[Sequence]:
+        """Those that wait for something, in order; each kind of them stands in that order from now on."""
+        kinds = (self._ready, self._preempted, self._waiting)
+        standing = [seq for kind in (*kinds, self._prefilling) for seq in kind]
+        if len({seq.lane for seq in standing}) > 1:
+            self._turns.count_outputs(self._decoding)
+        return self._turns.line_up(kinds, standing, now)
 
     def _may_start(self, now: float) -> bool:
         opens_at = self._forming.opens_at(self._waiting, len(self._seqs) - len(self._waiting))
@@ -287,28 +313,48 @@ class DecodeScheduler:
             seq.life.move(Phase.DECODING, now)
             self._decoding.append(seq)
 
-    def _start(self, queue: list[Sequence], now: float) -> None:
-        """Starts local prefill of what fits, in order; the first that does not fit holds back the rest."""
-        while queue and self._core.free_slots:
-            seq = queue[0]
-            if not self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
-                return
-            if not self._keeps_watermark(seq):
-                return
-            queue.pop(0)
-            self._core.place(seq)
-            self.started.append(seq)
-            if seq.preemptions == 0:
-                self._local_passes = 0
-            seq.life.move(Phase.PREFILLING, now)
-            insort(self._prefilling, seq, key=_by_order)
+    def _resume(self, now: float) -> None:
+        """The first that does not fit holds back the rest."""
+        while self._preempted and self._core.free_slots and self._has_room(self._preempted[0]):
+            self._start(self._preempted.pop(0), now)
 
-    def _add_chunks(self, budget: int) -> None:
-        for seq in self._prefilling:
-            if budget <= 0:
+    def _start_waiting(self, now: float) -> None:
+        """One that does not fit lets a few behind it pass."""
+        passed: list[Key] = []
+        for seq in list(self._waiting):
+            if not self._core.free_slots or any(self._passes[key] >= MAX_PASSES for key in passed):
                 return
-            if not seq.in_batch:
-                budget = self._core.add_chunk(seq, budget)
+            if not self._has_room(seq):
+                passed.append(seq.key)
+                self._passes.setdefault(seq.key, 0)
+                continue
+            self._waiting.remove(seq)
+            self._passes.pop(seq.key, None)
+            self._local_passes = 0
+            self._start(seq, now)
+            for key in passed:
+                self._passes[key] += 1
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """Reserves its blocks, if there are enough."""
+        fits = self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1)
+        return fits and self._keeps_watermark(seq)
+
+    def _start(self, seq: Sequence, now: float) -> None:
+        """Local prefill of one whose blocks are reserved."""
+        self._core.place(seq)
+        self.started.append(seq)
+        seq.life.move(Phase.PREFILLING, now)
+        self._prefilling.append(seq)
+
+    def _add_chunks(self, order: list[Sequence], tokens: int, now: float) -> None:
+        budget = StepBudget(tokens)
+        for seq in order:
+            if seq.life.phase is Phase.PREFILLING and not seq.in_batch:
+                budget.give(seq)
+        for seq, count in budget.chunks():
+            self._core.add_row(seq, count)
+            self._turns.computes(seq, count, now)
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to
@@ -341,6 +387,8 @@ class DecodeScheduler:
         if seq is None:
             return None
         self._reserved.pop(key, None)
+        self._passes.pop(key, None)
+        self._turns.count_outputs((seq,))
         for place in (self._ready, self._waiting, self._preempted, self._prefilling, self._decoding):
             if seq in place:
                 place.remove(seq)

@@ -42,6 +42,7 @@ from common.messages import (
     Started,
     Stop,
 )
+from common.ordering import Policy
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, Request, WorkerId, unpack_ids
 from common.sequence import Sequence
@@ -67,11 +68,12 @@ class DecodeWorker:
         forming: Forming | None = None,
         vocab_size: int | None = None,
         max_inflight: int = 1,
+        policy: Policy | None = None,
     ) -> None:
         """`vocab_size`: prompts of other ids are refused; None: the model takes any. `max_inflight`: batches that may
         be out at a time."""
         self._core = core
-        self._scheduler = DecodeScheduler(core, forming, max_inflight)
+        self._scheduler = DecodeScheduler(core, forming, max_inflight, policy)
         self._receiver = receiver
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from common.batching import BatchingCore
 from common.config import WorkerSettings
+from common.ordering import POLICIES, Policy
 from kernels.loading import load_for_worker
 from prefill_node.worker import PrefillWorker
 from transfer.sender import TransferSender
@@ -12,10 +15,13 @@ from transfer.worker_process import run_worker
 
 def run(settings: WorkerSettings) -> int:
     """Serves until SIGTERM; the exit code. Raises StartupError."""
-    return run_worker(settings, "prefill", load_for_worker, _make_worker)
+    policy = POLICIES[settings.scheduling_policy]
+    return run_worker(settings, "prefill", load_for_worker, partial(_make_worker, policy))
 
 
-def _make_worker(core: BatchingCore, fingerprint: str, block_bytes: int, _vocab_size: int) -> PrefillWorker:
+def _make_worker(
+    policy: Policy, core: BatchingCore, fingerprint: str, block_bytes: int, _vocab_size: int
+) -> PrefillWorker:
     """Its forward pass looks at every prompt's ids itself."""
     sender = TransferSender(block_bytes=block_bytes)
-    return PrefillWorker(core, sender, fingerprint=fingerprint, block_bytes=block_bytes)
+    return PrefillWorker(core, sender, fingerprint=fingerprint, block_bytes=block_bytes, policy=policy)

@@ -1,10 +1,12 @@
 """Which prompt chunks run in the next step. Pure.
 
-Rules: a prompt's blocks are reserved whole before its first chunk (so no prompt can hang half-way for lack of
-blocks); order is class, then arrival; chunks are packed in that order until the step's token budget is spent; a
-prompt that does not fit the free blocks lets smaller ones behind it pass, until `MAX_PASSES` have: from then on
-nobody overtakes it. Computed prompts keep their blocks, but no slot, until the transfer says that they were
-delivered or are not wanted any more.
+Rules: order is that of the policy (`common/ordering.py`), over prompts that wait and prompts that were begun alike; a
+step's budget is given out in that order, a long prompt leaving half of it to short ones (`common/step_budget.py`); a
+prompt's blocks are reserved whole before its first chunk (so no prompt can hang half-way for lack of blocks), and not
+before there is something for it in a step, so that who comes later and goes first finds them; a prompt that does not
+fit the free blocks lets smaller ones behind it pass, until `MAX_PASSES` have: from then on nobody overtakes it.
+Computed prompts keep their blocks, but no slot, until the transfer says that they were delivered or are not wanted any
+more.
 
 Why no deadlock: a prompt waits here before it holds anything, and once it holds its blocks it waits for nothing. So
 blocks are held by prompts that are being computed, which takes so many steps, or by computed ones, which leave when a
@@ -14,14 +16,16 @@ the pool and want the other half. The whole picture: `common/lifecycle.py`.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
+from common.ordering import Fair, Policy
 from common.request import Attempt, Key, Request, TokenLogprobs
 from common.sequence import Sequence, finish_reason
+from common.step_budget import StepBudget
+from common.turns import Turns
 
 MAX_PASSES = 64
 
@@ -37,8 +41,9 @@ class Outcome:
 
 
 class PrefillScheduler:
-    def __init__(self, core: BatchingCore) -> None:
+    def __init__(self, core: BatchingCore, policy: Policy | None = None) -> None:
         self._core = core
+        self._turns = Turns(policy or Fair())
         self._seqs: dict[Key, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
@@ -77,38 +82,44 @@ class PrefillScheduler:
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.QUEUED, now)
         assert seq.key not in self._seqs
         self._seqs[seq.key] = seq
-        insort(self._waiting, seq, key=lambda s: s.order)
+        self._turns.enter(seq, now)
+        self._waiting.append(seq)
         return seq
 
     def schedule(self, now: float) -> Batch | None:
-        self._admit(now)
-        budget = self._core.max_num_batched_tokens
-        for seq in self._prefilling:
-            if budget <= 0:
-                break
-            budget = self._core.add_chunk(seq, budget)
+        budget = StepBudget(self._core.max_num_batched_tokens)
+        passed: list[Key] = []
+        kept = False  # room, for one that was passed often enough
+        for seq in self._turns.in_turn([*self._waiting, *self._prefilling], now):
+            if not budget.is_open_to(seq):
+                continue
+            if not seq.blocks:
+                if kept or self._core.free_slots == 0:
+                    continue
+                if not self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
+                    passed.append(seq.key)
+                    kept = self._passes.get(seq.key, 0) >= MAX_PASSES
+                    continue
+                self._begin(seq, now)
+                kept = self._note_passes(passed)
+            budget.give(seq)
+        for seq, tokens in budget.chunks():
+            self._core.add_row(seq, tokens)
+            self._turns.computes(seq, tokens, now)
         return self._core.take_batch()
 
-    def _admit(self, now: float) -> None:
-        """Moves waiting prompts whose blocks fit into the running set, up to the slots."""
-        passed: list[Key] = []
-        for seq in list(self._waiting):
-            if self._core.free_slots == 0:
-                return
-            if not self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1):
-                if self._passes.get(seq.key, 0) >= MAX_PASSES:
-                    return
-                passed.append(seq.key)
-                continue
-            self._waiting.remove(seq)
-            self._passes.pop(seq.key, None)
-            self._core.place(seq)
-            seq.life.move(Phase.PREFILLING, now)
-            insort(self._prefilling, seq, key=lambda s: s.order)
-            for key in passed:
-                self._passes[key] = self._passes.get(key, 0) + 1
-            if any(self._passes[key] >= MAX_PASSES for key in passed):
-                return
+    def _begin(self, seq: Sequence, now: float) -> None:
+        self._waiting.remove(seq)
+        self._passes.pop(seq.key, None)
+        self._core.place(seq)
+        seq.life.move(Phase.PREFILLING, now)
+        self._prefilling.append(seq)
+
+    def _note_passes(self, passed: list[Key]) -> bool:
+        """One more was begun past these. Whether nobody else may be."""
+        for key in passed:
+            self._passes[key] = self._passes.get(key, 0) + 1
+        return any(self._passes[key] >= MAX_PASSES for key in passed)
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results. Late results of ended sequences come to nothing but the blocks going back."""

@@ -39,6 +39,7 @@ from common.messages import (
     Started,
     Stop,
 )
+from common.ordering import Policy
 from common.prefix import join_hashes
 from common.records import Outcome as EndOutcome, Records
 from common.request import Key, WorkerId, pack_ids
@@ -60,9 +61,10 @@ class PrefillWorker:
         fingerprint: str,
         block_bytes: int,
         max_waiting: int = 256,
+        policy: Policy | None = None,
     ) -> None:
         self._core = core
-        self._scheduler = PrefillScheduler(core)
+        self._scheduler = PrefillScheduler(core, policy)
         self._sender = sender
         self._fingerprint = fingerprint
         self._max_waiting = max_waiting

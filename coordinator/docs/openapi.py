@@ -29,6 +29,7 @@ from common.errors import (
     UnsupportedField,
 )
 from common.version import VERSION
+from coordinator.deadline_header import DEADLINE_HEADER, LONGEST_MS
 from coordinator.docs import answers, operator_answers
 from coordinator.door.front_door import MAX_REQUEST_ID_CHARS, OPEN
 from coordinator.door.json_body import MAX_DEPTH
@@ -181,7 +182,8 @@ WHEN: Final[Mapping[type[KvferryError], str]] = {
     ModelNotFound: "No model of this name is served.",
     ObjectNotFound: "The id is unknown, was forgotten, or is that of a lost worker.",
     Conflict: "As the workers stand, it cannot be done: this one is lost or draining, or would be missed in its role.",
-    DeadlinePassed: "The body did not arrive in time, or the request waited too long before its first token.",
+    DeadlinePassed: "The body did not arrive in time, or the request waited too long before its first token: longer "
+    f"than {DEADLINE_HEADER} says, or than the server lets any wait.",
     BodyTooLarge: "The body has more bytes than this server takes.",
     UnsupportedField: "A field that we do not know, or a value that asks for an effect that we do not have. param "
     "names it.",
@@ -316,7 +318,12 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
     echoed = (
         f"Echoed in the answer and written to the log: printable ASCII, cut after {MAX_REQUEST_ID_CHARS}."
     )
-    return [*named, {"name": "X-Request-Id", "in": "header", "description": echoed, **_TEXT}]
+    named.append({"name": "X-Request-Id", "in": "header", "description": echoed, **_TEXT})
+    if route.body in (ChatFields, TextFields):
+        limit = {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_MS}
+        said = "Milliseconds from the request's head to the first token; what has none by then ends with 408."
+        named.append({"name": DEADLINE_HEADER, "in": "header", "description": said, "schema": limit})
+    return named
 
 
 def _body(route: Route, facts: Facts) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import KvferryError, NotAdmitted, Unauthorized
+from coordinator.deadline_header import DEADLINE_HEADER
 from coordinator.door.http_body import ASGIMessage, Receive, Scope, Send
 from coordinator.door.pages import comes_from_elsewhere
 from coordinator.door.response_writer import ResponseWriter
@@ -27,18 +28,20 @@ WITHOUT_PLACE = ("GET", "HEAD", "OPTIONS")
 RETRY_AFTER_S = 1.0
 MAX_REQUEST_ID_CHARS = 200
 ARRIVAL = "kvferry.arrival"
+_DEADLINE = DEADLINE_HEADER.lower().encode()
 
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When the request's head came (monotonic), whose key it brought (None where no keys are set), and what the
-    client calls it (empty where it has no name for it)."""
+    """When the request's head came (monotonic), whose key it brought (None where no keys are set), what the client
+    calls it (empty where it has no name for it), and its header for a deadline, unread."""
 
     started_s: float
     tenant: str | None
     client_id: str
+    deadline: bytes | None
 
 
 class FrontDoor:
@@ -62,9 +65,8 @@ class FrontDoor:
         self._max_concurrent_requests = max_concurrent_requests
         self._rejected = rejected
         self._num_requests = 0
-        # Digests have one length, so comparing them tells nothing of a key's; the tenant's name tells nothing of
-        # the key itself.
-        self._keys = {_digest(key.encode()): f"key-{_digest(key.encode()).hex()[:12]}" for key in api_keys}
+        # Digests have one length, so comparing them tells nothing of a key's.
+        self._keys = {_digest(key.encode()): tenant_of(key) for key in api_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +85,7 @@ class FrontDoor:
         ):
             await self._refuse(_from_elsewhere(), receive, send)
             return
-        scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode())
+        scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode(), headers.get(_DEADLINE))
         if scope["method"] in WITHOUT_PLACE:
             await self._guarded(scope, receive, send)
         elif self._num_requests >= self._max_concurrent_requests:
@@ -131,6 +133,11 @@ class FrontDoor:
             if hmac.compare_digest(known, digest):
                 found = name
         return found
+
+
+def tenant_of(key: str) -> str:
+    """The name of whoever has this key: it tells nothing of the key itself."""
+    return f"key-{_digest(key.encode()).hex()[:12]}"
 
 
 def _unauthorized() -> KvferryError:

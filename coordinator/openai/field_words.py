@@ -132,8 +132,8 @@ WORDS: Final[dict[str, str]] = {
     "TextFields.logprobs": "How many of the most likely tokens are listed, with their log-probabilities, beside each "
     "token of the answer and its own. Absent: no log-probabilities.",
     # How it is served
-    "priority": "Added to the tier's class: lower is served first.",
-    "service_tier": "Which tier serves the request, with that tier's time targets; auto and default are the default "
-    "tier.",
+    "priority": "Added to the tier's class: lower is served first. A tier has bounds for it.",
+    "service_tier": "Which tier serves the request, with that tier's time targets; auto and default are the tier of "
+    "the API key, or the default one.",
     "cache_salt": "Prompts share cached prefixes only with prompts of the same salt.",
 }

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from common.config import MAX_PRIORITY
 from common.request import Grammar
 from coordinator.openai import neutral_fields
 from coordinator.openai.fields import (
@@ -60,7 +61,6 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
-MAX_PRIORITY = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-9
 """Logits are divided by it; by less, they leave the range of float32."""
 

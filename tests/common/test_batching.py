@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.batching import SCORED_COST, BatchingCore
+from common.batching import BatchingCore
 from common.lifecycle import Phase
 from common.request import pack_ids
 from common.sequence import Sequence
@@ -38,28 +38,12 @@ def test_hits_end_before_what_is_owed(said: int, blocks: int) -> None:
     core.pool.check()
 
 
-def test_a_token_to_be_scored_takes_more_of_the_budget_and_a_step_always_gets_on() -> None:
-    core = make_core()
-    owing, plain = scored_sequence(9), Sequence(request("p", prompt(9)), attempt(), b"", 2, Phase.QUEUED, 0.0)
-    for seq in (owing, plain):
-        assert core.reserve(seq, num_tokens=9, usable_hits=0)
-        core.place(seq)
-    rest = core.add_chunk(owing, 4 * SCORED_COST)
-    assert core.add_chunk(plain, rest + 5) == 0
-    assert core.add_chunk(plain, 1) == 0
-    batch = core.take_batch()
-    assert batch is not None and batch.counts == [4, 5, 1]
-    assert core.add_chunk(owing, 1) <= 0
-    batch = core.take_batch()
-    assert batch is not None and batch.counts == [1]
-
-
 def core_with_cached(length: int) -> BatchingCore:
     core = make_core()
     first = Sequence(request("first", prompt(length)), attempt(), b"", 1, Phase.QUEUED, 0.0)
     assert core.reserve(first, num_tokens=length, usable_hits=0)
     core.place(first)
-    core.add_chunk(first, length)
+    core.add_row(first, length)
     batch = core.take_batch()
     assert batch is not None
     core.take_back(batch)

@@ -140,9 +140,35 @@ def test_seed_is_a_flag_where_it_has_an_effect_and_a_key_of_every_file(tmp_path:
         parse_worker(["--seed", "5"], "decode")
 
 
-def test_a_tier_knows_which_of_its_keys_nothing_acts_on() -> None:
-    assert Tier(priority=1).set_without_effect == []
-    assert Tier(weight=1, ttft_ms=500, priority=1).set_without_effect == ["weight"]
+def test_a_tiers_keys_are_keys_of_the_service(tmp_path: Path) -> None:
+    for name, text in (("gold", "g1\ng2\n"), ("tin", "t1\n")):
+        (tmp_path / name).write_text(text)
+    config = write(
+        tmp_path, "".join(f'[tiers.{n}]\napi_key_file = "{tmp_path / n}"\n' for n in ("gold", "tin"))
+    )
+    settings = serve("--config", config, "--api-key", "other")
+    assert settings.api_keys == ("other", "g1", "g2", "t1")
+    assert settings.tiers["gold"].api_key_file == ("g1", "g2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "secret"),
+    [
+        ("two words\n", ["tiers.gold.api_key_file", "no blanks"], "two words"),
+        ("", ["tiers.gold.api_key_file", "holds no key"], "secret"),
+        ("taken\n", ["one key is in the api_key_file of two"], "taken"),
+    ],
+)
+def test_a_bad_file_of_a_tiers_keys_is_refused_and_no_key_is_shown(
+    tmp_path: Path, text: str, words: list[str], secret: str
+) -> None:
+    (tmp_path / "gold").write_text(text)
+    (tmp_path / "tin").write_text("taken\n")
+    config = write(
+        tmp_path, "".join(f'[tiers.{n}]\napi_key_file = "{tmp_path / n}"\n' for n in ("gold", "tin"))
+    )
+    message = refusal("--config", config)
+    assert [word for word in words if word not in message] == [] and secret not in message
 
 
 @pytest.mark.parametrize(

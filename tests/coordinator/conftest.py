@@ -8,8 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.config import Tier
 from coordinator.door.limits import Limits
 from coordinator.http_api import create_app
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
@@ -31,7 +33,7 @@ def running_server(tokenizer: Tokenizer) -> Iterator[Served]:
         tokenizer,
         gateway.metrics,
         served_models=("smol", "alias"),
-        tiers={"default": 0, "fast": 0},
+        tiers=Tiers({"default": Tier(), "fast": Tier()}),
         limits=LIMITS,
     )
     with serving(app, gateway, LIMITS) as served:

@@ -138,6 +138,7 @@ class ScriptedGateway:
     context: int | None = 8192
     unhealthy: str | None = None
     requests: list[Request] = field(default_factory=list)
+    deadlines_s: list[float | None] = field(default_factory=list)
     stopped: list[RequestId] = field(default_factory=list)
     cancelled: list[tuple[RequestId, str, float]] = field(default_factory=list)
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
@@ -153,7 +154,15 @@ class ScriptedGateway:
         self.script = lambda _: Script(list(ids), **how)
 
     def reset(self) -> None:
-        for seen in (self.requests, self.stopped, self.cancelled, self.withdrawn, self.drained, self.changed):
+        for seen in (
+            self.requests,
+            self.deadlines_s,
+            self.stopped,
+            self.cancelled,
+            self.withdrawn,
+            self.drained,
+            self.changed,
+        ):
             seen.clear()
         self.deltas_taken, self.conflict = 0, ""
         self.context, self.unhealthy, self.phase = 8192, None, None
@@ -172,6 +181,7 @@ class ScriptedGateway:
         if scripts[0].refuse is not None:
             raise scripts[0].refuse
         self.requests += requests
+        self.deadlines_s.append(deadline_s)
         return ScriptedStream(self, requests, scripts)
 
     def max_model_len(self) -> int | None:

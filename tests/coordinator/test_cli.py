@@ -43,16 +43,6 @@ def test_version_and_help() -> None:
     assert "--request-rate" in kvferry("bench", "--help").stdout
 
 
-def test_tier_keys_without_effect_are_said_once(tmp_path: Path) -> None:
-    config = tmp_path / "kvferry.toml"
-    config.write_text("[tiers.gold]\nweight = 4\npriority = 1\n[tiers.tin]\nttft_ms = 9\nmax_queue = 2\n")
-    ended = kvferry("coordinator", "--config", str(config), "--model", "/nowhere/model")
-    assert ended.returncode == 4
-    assert [line.split(": ")[-1] for line in ended.stderr.splitlines() if line.startswith("WARNING")] == [
-        "gold.weight, tin.max_queue"
-    ]
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,8 +162,8 @@ def test_queue_is_bounded_by_requests_and_by_tokens() -> None:
     bench.submit(request("w2", 200))
     (rejected,) = [m for m in bench.fronts if isinstance(m, Rejected)]
     assert (rejected.id, rejected.error) == ("w2", "NotAdmitted") and rejected.retry_after_s >= 1
-    bench.submit(request("w3", 20))
-    bench.submit(request("w4", 20))
+    bench.submit(request("w3", 70))
+    bench.submit(request("w4", 70))
     assert [m.id for m in bench.fronts if isinstance(m, Rejected)] == ["w2", "w4"]
 
 
@@ -188,11 +189,12 @@ def test_a_worker_gets_two_steps_of_work_and_the_next_at_the_first_token() -> No
 def test_a_long_prompt_lets_a_few_pass() -> None:
     """BR-068: what does not fit holds nobody back, and is not held back for ever."""
     bench = ClusterBench("p0", "d0")
-    first, _, _ = bench.dispatched("first", 100)
-    assert bench.submit(request("large", 100)) == []
+    first, _, _ = bench.dispatched("first", 60)
+    bench.dispatched("second", 60)
+    assert bench.submit(request("large", 60)) == []
     passed = 0
     for number in range(MAX_PASSES + 5):
-        told = bench.submit(request(f"s{number}", 10))
+        told = bench.submit(request(f"s{number}", 8))
         if not told:
             break
         passed += 1
@@ -202,10 +204,52 @@ def test_a_long_prompt_lets_a_few_pass() -> None:
     assert next(m.id for _, m in told if isinstance(m, Prefill)) == "large"
 
 
+def test_BR_067_a_long_prompt_that_waits_for_another_is_passed_by_short_ones_alone() -> None:
+    """They take nothing of what it waits for, however many they are; and it is next when the other one is done."""
+    bench = ClusterBench("p0", "d0")
+    first, _, _ = bench.dispatched("first", 200)
+    for number in range(MAX_BLOCKED + 5):
+        assert bench.submit(request(f"long{number}", 100)) == []
+    for number in range(MAX_PASSES + 5):
+        assert kinds(bench.submit(request(f"s{number}", 10))) == [("p0", "Prefill")]
+        bench.front(RequestFinished(RequestId(f"s{number}"), "stop"))
+    told = bench.front(Progress(((first[0], 0, (1,)),)))
+    assert [m.id for _, m in told if isinstance(m, Prefill)] == ["long0"]
+
+
+def test_what_waits_is_in_order_of_tenants_by_what_they_were_served() -> None:
+    """Prompt tokens when given out, answer tokens as they come."""
+    bench = pair()
+    keys = [bench.dispatched(name, 64)[0] for name in ("x", "y")]
+    for name in ("a1", "a2", "b1", "a3", "b2", "b3"):
+        assert bench.submit(replace(request(name, 64), tenant=name[0])) == []
+    bench.told.clear()
+    bench.front(RequestFinished(keys[0][0], "stop"))
+    bench.front(Progress(((RequestId("a1"), 0, tuple(range(40))),)))
+    for done in (keys[1][0], "b1", "b2", "b3"):
+        bench.front(RequestFinished(RequestId(done), "stop"))
+    order = [str(message.id) for _, message in bench.told if isinstance(message, Prefill)]
+    assert order == ["a1", "b1", "b2", "b3", "a2", "a3"], "a1's answer is as dear as more than a prompt"
+
+
+def test_a_request_is_sent_with_what_is_left_of_its_time() -> None:
+    bench = pair()
+    keys = [bench.dispatched(name, 64)[0] for name in ("x", "y")]
+    bench.submit(replace(request("soft"), deadline_s=4.0))
+    bench.submit(replace(request("hard"), deadline_s=4.0), deadline_s=3.0)
+    bench.now = 1.0
+    told = bench.front(RequestFinished(keys[0][0], "stop"))
+    assert [(m.id, m.request.deadline_s) for _, m in told if isinstance(m, Prefill)] == [
+        ("hard", 2.0),
+        ("soft", 3.0),
+    ]
+
+
 def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not be given out, so a full service does not pay for looking; who stands before them is looked for."""
     bench = ClusterBench("p0", "d0")
-    first, _, _ = bench.dispatched("first", 128)
+    first, _, _ = bench.dispatched("first", 64)
+    bench.dispatched("second", 64)
     for number in range(MAX_BLOCKED + 2):
         assert bench.submit(request(f"r{number}")) == []
     looked_for: list[RequestId] = []
@@ -218,7 +262,7 @@ def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: py
     monkeypatch.setattr(Dispatcher, "_pick", noted)
     bench.submit(request("behind"))
     assert looked_for == []
-    bench.submit(request("before", priority=-1))
+    bench.submit(replace(request("before"), deadline_s=9.0))
     assert looked_for[0] == "before"
     told = bench.front(RequestFinished(first[0], "stop"))
     assert told[0][1].id == "before"  # type: ignore[attr-defined]
@@ -255,7 +299,8 @@ def test_a_small_worker_that_takes_the_limit_down_is_told_of() -> None:
 
 def test_a_worker_that_comes_gets_all_it_has_room_for() -> None:
     bench = ClusterBench("p0", "d0")
-    first, _, _ = bench.dispatched("first", 128)
+    first, _, _ = bench.dispatched("first", 64)
+    bench.dispatched("second", 64)
     for number in range(60):
         assert bench.submit(request(f"r{number}", 1)) == []
     bench.join("d1")
@@ -268,11 +313,11 @@ def test_a_worker_that_comes_gets_all_it_has_room_for() -> None:
 
 def test_classes_first() -> None:
     bench = pair()
-    first, _, _ = bench.dispatched("first", 128)
+    assert kinds(bench.submit(request("first", 128, priority=-2))) == [("p0", "Prefill")]
     for name, priority in (("low", 2), ("high", -1), ("mid", 0)):
         assert bench.submit(request(name, 128, priority=priority)) == []
     order = []
-    done: RequestId = first[0]
+    done = RequestId("first")
     for _ in range(3):
         ((_, command),) = bench.front(RequestFinished(done, "stop"))
         assert isinstance(command, Prefill)

@@ -376,10 +376,12 @@ class ClusterMachine(RuleBasedStateMachine):
         """What is counted of workers is of requests that are with them; a lost one holds nothing that goes on."""
         router, registry = self.cluster._dispatcher._router, self.cluster.registry
         holders = {(t.id, worker) for t in self.cluster.tracker.dispatched() for worker in t.holders}
-        for table in (router._prefill, router._decode):
-            for worker, shares in table.items():
-                assert {(request_id, worker) for request_id in shares.by_request} <= holders
-                assert shares.total == sum(shares.by_request.values())
+        for worker, prompts in router._prefill.items():
+            assert {(request_id, worker) for request_id in prompts.by_request} <= holders
+            assert prompts.total == sum(tokens for tokens, _ in prompts.by_request.values())
+        for worker, shares in router._decode.items():
+            assert {(request_id, worker) for request_id in shares.by_request} <= holders
+            assert shares.total == sum(shares.by_request.values())
         for tracked in self.cluster.tracker.dispatched():
             needed = tracked.decode if tracked.handed_over else tracked.holders[0]
             assert needed is not None

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from common.config import Tier
 from common.request import RequestId
 from coordinator.first_token import ENOUGH, FirstTokenPacing, Targets
 from coordinator.front import Delta
 from coordinator.http_api import create_app
 from coordinator.streams import MailboxStream
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.in_process import post
 from tests.coordinator.scripted_gateway import Script, ScriptedGateway
@@ -94,7 +96,7 @@ def test_streams_of_a_tier_with_targets_are_even_and_others_are_as_they_come(tok
     pacing = FirstTokenPacing({"default": Targets(), "even": Targets(ttft_s=5.0, itl_s=0.04)})
     app = create_app(
         gateway, tokenizer, gateway.metrics, served_models=("smol",),
-        tiers={"default": 0, "even": 0}, pacing=pacing,
+        tiers=Tiers({"default": Tier(), "even": Tier()}), pacing=pacing,
     )  # fmt: skip
 
     async def first_gap_s(tier: str) -> float:

@@ -15,19 +15,21 @@ from typing import Any
 
 import pytest
 
+from common.config import Tier
 from common.errors import BadRequest
 from common.request import FrontId
 from coordinator.docs.openapi import Facts, document
 from coordinator.door.json_body import parse_object
 from coordinator.openai.schema import read_chat, read_text
 from coordinator.request_builder import RequestBuilder
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.beyond_schema import BEYOND
 from tests.coordinator.schema_bodies import Bodies, validator
 from tests.coordinator.scripted_gateway import ScriptedGateway
 
 MODELS = ("m", "org/other")
-TIERS = {"default": 0, "fast": -1}
+TIERS = Tiers({"default": Tier(), "fast": Tier()})
 CONTEXT = 8192
 NUM_MIXED = 500
 LEAST_OF_EACH = 300
@@ -35,7 +37,7 @@ LEAST_OF_EACH = 300
 
 @pytest.mark.parametrize("name", ["ChatFields", "TextFields"])
 def test_document_and_server_agree(tokenizer: Tokenizer, name: str) -> None:
-    said = document(Facts(MODELS, tuple(TIERS), tokenizer.vocab_size, CONTEXT, 1 << 20, 1.0, False))
+    said = document(Facts(MODELS, TIERS.names, tokenizer.vocab_size, CONTEXT, 1 << 20, 1.0, False))
     builder = RequestBuilder(ScriptedGateway(context=CONTEXT), tokenizer, MODELS, TIERS, FrontId("f"))
     read: Any
     build: Any

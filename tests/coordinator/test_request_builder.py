@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from common.config import Tier
 from common.errors import BadRequest, ModelNotFound, NoWorker, UnsupportedField
 from common.front_messages import Submit
 from common.messages import Sender
@@ -15,12 +16,14 @@ from coordinator.answer_size import MAX_WHOLE_LOGPROBS, MAX_WHOLE_TOKENS
 from coordinator.errors_http import error_object
 from coordinator.openai.schema import ChatFields, TextFields, read_chat, read_text
 from coordinator.request_builder import Job, RequestBuilder
+from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.scripted_gateway import ScriptedGateway
 
 VOCAB = 49152
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi there"}
+TIERS = Tiers({"default": Tier(), "fast": Tier(priority=-2, weight=3, ttft_ms=250)})
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def gateway() -> ScriptedGateway:
 
 @pytest.fixture
 def builder(tokenizer: Tokenizer, gateway: ScriptedGateway) -> RequestBuilder:
-    return RequestBuilder(gateway, tokenizer, ("m", "n"), {"default": 0, "fast": -2}, FrontId("f"))
+    return RequestBuilder(gateway, tokenizer, ("m", "n"), TIERS, FrontId("f"))
 
 
 def text(builder: RequestBuilder, tenant: str | None = None, **change: Any) -> Job:
@@ -144,7 +147,7 @@ def test_a_seed_given_at_start_makes_the_seeds_of_requests_without_one(
     gateway: ScriptedGateway, tokenizer: Tokenizer
 ) -> None:
     def first_seeds(seed: int) -> list[int]:
-        made = RequestBuilder(gateway, tokenizer, ("m",), {"default": 0}, FrontId("f"), seed)
+        made = RequestBuilder(gateway, tokenizer, ("m",), Tiers(), FrontId("f"), seed)
         return [text(made, model="m").request.sampling.seed for _ in range(3)]
 
     assert first_seeds(7) == first_seeds(7)
@@ -258,7 +261,7 @@ FIELDS = sorted(
 @given(changes=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=3))
 def test_any_value_of_any_field_is_taken_or_refused(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
     """Never another exception, always a field's name, and what is taken can travel."""
-    builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), {"default": 0}, FrontId("f"))
+    builder = RequestBuilder(ScriptedGateway(), tokenizer, ("m",), Tiers(), FrontId("f"))
     for base, build in ((CHAT, chat), (TEXT, text)):
         try:
             job = build(builder, **base | changes)

@@ -50,9 +50,34 @@ def test_prefill_by_tokens_ahead_ties_by_registration() -> None:
 def test_prefill_takes_two_steps_ahead_and_always_one() -> None:
     router, pool = Router(), workers("p0")
     assert picked(router.pick_prefill(pool, 10_000, ())) == "p0", "an idle one takes whatever fits the model"
-    take(router, "a", "p0", None, 100, 0)
+    take(router, "a", "p0", None, 60, 0)
+    take(router, "b", "p0", None, 40, 0)
     assert picked(router.pick_prefill(pool, STEPS_AHEAD * 64 - 100, ())) == "p0"
     assert router.pick_prefill(pool, STEPS_AHEAD * 64 - 99, ()) is None
+
+
+def test_a_prompt_longer_than_a_step_counts_as_one_and_is_the_only_such() -> None:
+    """BR-067: what is short is given beside it."""
+    router, pool = Router(), workers("p0")
+    long = take(router, "long", "p0", None, 10_000, 0)
+    assert picked(router.pick_prefill(pool, 64, ())) == "p0" and router.first_long_class(pool[0]) == 0
+    assert router.pick_prefill(pool, 65, ()) is None, "long too"
+    take(router, "short", "p0", None, 60, 0)
+    assert picked(router.pick_prefill(pool, 4, ())) == "p0"
+    assert router.pick_prefill(pool, 5, ()) is None, "two steps"
+    router.prefilled(long, WorkerId("p0"))
+    assert picked(router.pick_prefill(pool, 65, ())) == "p0" and router.first_long_class(pool[0]) > 1e9
+
+
+def test_work_of_a_lower_class_is_ahead_of_nobody_of_a_higher_one() -> None:
+    router, pool = Router(), workers("p0")
+    for name, tokens in (("a", 10_000), ("b", 64)):
+        router.assign(RequestId(name), WorkerId("p0"), None, tokens, 0, number=5)
+    assert router.pick_prefill(pool, 1, (), 5) is None and router.pick_prefill(pool, 1, (), 6) is None
+    assert picked(router.pick_prefill(pool, 64, (), 4)) == "p0"
+    assert picked(router.pick_prefill(pool, 10_000, (), 4)) == "p0"
+    router.assign(RequestId("c"), WorkerId("p0"), None, 10_000, 0, number=4)
+    assert router.pick_prefill(pool, 10_000, (), 4) is None
 
 
 def test_who_starts_whole_batches_is_given_a_whole_one_ahead() -> None:

@@ -113,9 +113,7 @@ class Asked:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.gateway = ScriptedGateway()
         self.tokenizer = tokenizer
-        self.app: ASGIApp = create_app(
-            self.gateway, tokenizer, self.gateway.metrics, served_models=("smol",), tiers={"default": 0}
-        )
+        self.app: ASGIApp = create_app(self.gateway, tokenizer, self.gateway.metrics, served_models=("smol",))
 
     async def check(self, case: Case, path: str) -> None:
         await self.check_choices([case], path, {})

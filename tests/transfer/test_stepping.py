@@ -212,15 +212,14 @@ def test_one_request_over_which_no_step_can_be_decided(monkeypatch: pytest.Monke
     """It ends, and who came after it; who was there before goes on."""
     scene = Scene()
     core: Any = scene.node._core
-    chunk = core.add_chunk
+    add_row = core.add_row
 
-    def bad(seq: Any, budget: int) -> int:
+    def bad(seq: Any, count: int) -> None:
         if seq.key == B:
             raise RuntimeError("over its chunk")
-        rest: int = chunk(seq, budget)
-        return rest
+        add_row(seq, count)
 
-    monkeypatch.setattr(core, "add_chunk", bad)
+    monkeypatch.setattr(core, "add_row", bad)
     scene.give_all("abc", 40)
     scene.comes_to([(C, "failed", False), (B, "failed", False), (A, "finished", True)])
 
