@@ -52,6 +52,7 @@ from common.request import (
     WorkerId,
     pack_ids,
 )
+from kernels.block_bytes import copy_blocks
 from transfer.channel import Arrived, Pool as ChannelPool, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links, peer_of
@@ -86,16 +87,16 @@ class Pool:
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)
         for block in range(num_blocks):
-            self.write_block(block, os.urandom(256) * -(-block_bytes // 256))
+            self.host_block(block)[:] = (os.urandom(256) * -(-block_bytes // 256))[:block_bytes]
 
     def host_block(self, block: int) -> memoryview:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def block_bytes_view(self, block: int) -> memoryview:
-        return self.host_block(block)
+    def read_blocks(self, blocks: Sequence[int]) -> list[memoryview]:
+        return [self.host_block(block) for block in blocks]
 
-    def write_block(self, block: int, data: bytes | memoryview) -> None:
-        self.host_block(block)[:] = data[: self.block_bytes]
+    def write_blocks(self, blocks: Sequence[int], sources: Sequence[bytes | memoryview]) -> Sequence[int]:
+        return copy_blocks(self.read_blocks(blocks), sources)
 
 
 # ---------------------------------------------------------------- production

@@ -11,12 +11,14 @@ numbers side by side are what its loads take together. Everyone else treats a bl
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from kernels.block_bytes import copy_blocks
 
 if TYPE_CHECKING:
     from kernels.gpu.block_copies import BlockCopies
@@ -170,32 +172,30 @@ class PagedCache:
         there = self._parts(layer, part, outer, inner)[blocks]
         return there.transpose(-1, -2).reshape(*blocks.shape, -1, outer, inner)
 
-    def block_bytes_view(self, block: int) -> memoryview:
-        """The bytes of one block: the cache's own memory on CPU, a copy on other devices."""
-        own = self.host_block(block)
-        if own is not None:
-            return own
-        assert self._copies is not None
-        return self._copies.read(block)
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
 
-    def host_block(self, block: int) -> memoryview | None:
-        """The same bytes where they can be written, None where they are not in this host's memory."""
-        self._check(block)
-        if self._host is None:
-            return None
-        return self._host[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
+    def read_blocks(self, blocks: Sequence[int]) -> list[memoryview]:
+        """The bytes of each: the cache's own memory on CPU; on other devices a copy that the next call overwrites."""
+        for block in blocks:
+            self._check(block)
+        if self._copies is not None:
+            return self._copies.read(blocks)
+        return [self._on_host(block) for block in blocks]
 
-    def write_block(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Overwrites one block. `data` must have exactly `layout.block_bytes` bytes, else `ValueError`."""
-        own = self.host_block(block)
-        source = memoryview(data).cast("B")
-        if source.nbytes != self.layout.block_bytes:
-            raise ValueError(f"block {block}: {source.nbytes} bytes given, {self.layout.block_bytes} wanted")
-        if own is not None:
-            own[:] = source
-        else:
-            assert self._copies is not None
-            self._copies.write(block, source)
+    def write_blocks(self, blocks: Sequence[int], sources: Sequence[bytes | memoryview]) -> Sequence[int]:
+        """Copies each source into the block beside it, none of them twice; checksums of the copies, XXH3
+        (`block_bytes.py`). Raises ValueError where a source has not `block_bytes` bytes; some may then be written."""
+        for block in blocks:
+            self._check(block)
+        if self._copies is not None:
+            return self._copies.write(blocks, sources)
+        return copy_blocks([self._on_host(block) for block in blocks], sources)
+
+    def _on_host(self, block: int) -> memoryview:
+        assert self._host is not None
+        return self._host[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def _check(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:

@@ -24,7 +24,6 @@ from typing import Protocol
 
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
-from kernels.block_bytes import checksums, copy_blocks
 
 Arrived = tuple[Block, memoryview]
 """A header and the bytes that came with it (none where there were none)."""
@@ -39,15 +38,22 @@ Outbound = tuple[Key, int, int]
 """A block on its way out: whose, which of them, and the pool block that holds it now."""
 
 Frame = bytes | memoryview
-"""What goes beside a header; it may be the pool's own memory, so it is to be sent at once."""
+"""What goes beside a header; it may be the pool's own memory, or a copy that the next `pack` overwrites: to be sent at
+once."""
 
 
 class Pool(Protocol):
     """What a channel needs of `kernels.cache.PagedCache`."""
 
-    def block_bytes_view(self, block: int) -> memoryview: ...
-    def host_block(self, block: int) -> memoryview | None: ...
-    def write_block(self, block: int, data: memoryview) -> None: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def read_blocks(self, blocks: Sequence[int]) -> list[memoryview]:
+        """The pool's own memory, or a copy that stays until the next call."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], sources: Sequence[memoryview]) -> Sequence[int]:
+        """Copies each source, as long as a block, into its block; the checksums of the copies."""
+        ...
 
 
 class SendingEnd(Protocol):
@@ -101,16 +107,10 @@ def store(pool: Pool, blocks: Sequence[tuple[int, Block, memoryview]]) -> list[b
     published, and is filled again or freed. So no pool block may stand here twice.
     """
     good = [False] * len(blocks)
-    fits: list[int] = []
-    targets: list[memoryview] = []
-    for at, (block, header, source) in enumerate(blocks):
-        own = pool.host_block(block)
-        if own is None:
-            good[at] = _store_on_device(pool, block, header, source)
-        elif len(source) == header.size == len(own):
-            fits.append(at)
-            targets.append(own)
-    found = copy_blocks(targets, [blocks[at][2] for at in fits])
+    fits = [
+        at for at, (_, header, source) in enumerate(blocks) if len(source) == header.size == pool.block_bytes
+    ]
+    found = pool.write_blocks([blocks[at][0] for at in fits], [blocks[at][2] for at in fits])
     for at, checksum in zip(fits, found, strict=True):
         good[at] = checksum == blocks[at][1].checksum
     return good
@@ -126,12 +126,3 @@ def store_wanted(pool: Pool, came: Sequence[Arrived], place: Callable[[Block], i
             first.setdefault(block, one)
     good = dict(zip(first, store(pool, [(block, *one) for block, one in first.items()]), strict=True))
     return [block is None or good[block] for block in places]
-
-
-def _store_on_device(pool: Pool, block: int, header: Block, source: memoryview) -> bool:
-    """Checked before it goes there."""
-    copy = bytes(source)
-    good = len(copy) == header.size and checksums([copy])[0] == header.checksum
-    if good:
-        pool.write_block(block, memoryview(copy))
-    return good

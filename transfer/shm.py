@@ -134,7 +134,7 @@ class ShmSending:
 
     def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
         size = self._block_bytes
-        sums = checksums([self._pool.block_bytes_view(block) for _, _, block in blocks])
+        sums = checksums(self._pool.read_blocks([block for _, _, block in blocks]))
         return [
             (Block(*key, index, part=0, checksum=sum, size=size, channel="shm", offset=block * size), b"")
             for (key, index, block), sum in zip(blocks, sums, strict=True)

@@ -23,7 +23,7 @@ class TcpSending:
 
     def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
         """A frame is the block itself: the socket copies it when it is sent, which is before this turn ends."""
-        frames = [self._pool.block_bytes_view(block) for _, _, block in blocks]
+        frames = self._pool.read_blocks([block for _, _, block in blocks])
         return [
             (Block(*key, index=index, part=0, checksum=checksum, size=len(frame)), frame)
             for (key, index, _), frame, checksum in zip(blocks, frames, checksums(frames), strict=True)

@@ -4,14 +4,29 @@ In the stream of the steps a copy would wait for the step that runs, and the nex
 memory it would make the driver wait for both. What keeps the two apart is known to the host, so no event is needed: a
 step is over before its blocks are read (the runner waits for its stream before it says so), and a copy into a block is
 over before `write` returns, so before a step that reads it is launched.
+
+Blocks that go together are gathered into one piece on the device and come down in one copy, or go up in one and are
+scattered there: what a copy costs to begin is then paid once.
+
+    read    pool ─ gather ─▶ piece on the device ─ copy ─▶ pinned
+    write   the caller's ─ copied and hashed ─▶ pinned ─ copy ─▶ piece on the device ─ scatter ─▶ pool
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from kernels.block_bytes import copy_blocks
+from kernels.gpu.block_moves import gather_blocks, scatter_blocks
+
+BLOCKS = 8
+"""What comes in one message; more at once take more pinned memory."""
+PIECE_BYTES = 16 << 20
+"""Of a piece on the device, where a single block is not larger. There are two, one for each direction."""
 
 
 class BlockCopies:
@@ -19,35 +34,69 @@ class BlockCopies:
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
-        on_gpu = blocks.device.type == "cuda"
-        self._up, self._down = (_Way(blocks.shape[1], blocks.device, on_gpu) for _ in range(2))
+        self._up, self._down = _Way(blocks), _Way(blocks)
 
-    def read(self, block: int) -> memoryview:
-        """Its bytes, a copy of the caller's own."""
+    def read(self, blocks: Sequence[int]) -> list[memoryview]:
+        """Their bytes; they stay until the next call."""
         way = self._down
         with way.lock:
+            pinned = way.pinned(len(blocks))
             with way.stream():
-                way.pinned.copy_(self._blocks[block], non_blocking=True)
-            way.wait()
-            return memoryview(way.pinned.numpy().tobytes())
+                for first, some in way.pieces(blocks):
+                    piece = way.piece[: len(some)]
+                    gather_blocks(self._blocks, way.numbers(some), piece)
+                    pinned[first : first + len(some)].copy_(piece, non_blocking=True)
+                    way.wait()
+            return [row.data for row in pinned.numpy()]
 
-    def write(self, block: int, data: memoryview) -> None:
-        """`data` has as many bytes as a block."""
+    def write(self, blocks: Sequence[int], sources: Sequence[bytes | memoryview]) -> Sequence[int]:
+        """The XXH3 of what was written. Raises ValueError, and writes nothing, where a source is not a block long. No
+        block may be there twice."""
         way = self._up
         with way.lock:
-            way.pinned.numpy()[:] = data
+            pinned = way.pinned(len(blocks))
+            checksums = copy_blocks([row.data for row in pinned.numpy()], sources)
             with way.stream():
-                self._blocks[block].copy_(way.pinned, non_blocking=True)
-            way.wait()
+                for first, some in way.pieces(blocks):
+                    piece = way.piece[: len(some)]
+                    piece.copy_(pinned[first : first + len(some)], non_blocking=True)
+                    scatter_blocks(piece, way.numbers(some), self._blocks)
+                    way.wait()
+            return checksums
 
 
 class _Way:
     """One direction."""
 
-    def __init__(self, block_bytes: int, device: torch.device, on_gpu: bool) -> None:
+    def __init__(self, blocks: torch.Tensor) -> None:
         self.lock = threading.Lock()
-        self.pinned = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        _, block_bytes = blocks.shape
+        rows = max(1, min(BLOCKS, PIECE_BYTES // block_bytes))
+        self.piece = torch.empty((rows, block_bytes), dtype=torch.uint8, device=blocks.device)
+        self._on_gpu = blocks.device.type == "cuda"
+        self._stream = torch.cuda.Stream(blocks.device) if self._on_gpu else None
+        self._table = torch.empty(rows, dtype=torch.int32, device=blocks.device)
+        self._host_table = torch.empty(rows, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._pinned = self._new(BLOCKS)
+
+    def _new(self, count: int) -> torch.Tensor:
+        return torch.empty((count, self.piece.shape[1]), dtype=torch.uint8, pin_memory=self._on_gpu)
+
+    def pinned(self, count: int) -> torch.Tensor:
+        """`[count, block_bytes]` of host memory, the same each time while it is enough."""
+        if count > len(self._pinned):
+            self._pinned = self._new(count)
+        return self._pinned[:count]
+
+    def pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """As many as the piece has room for, with the number of those before."""
+        for first in range(0, len(blocks), len(self.piece)):
+            yield first, blocks[first : first + len(self.piece)]
+
+    def numbers(self, blocks: Sequence[int]) -> torch.Tensor:
+        """On the device, int32 `[blocks]`, until the next call; the one before must be waited for."""
+        self._host_table.numpy()[: len(blocks)] = blocks
+        return self._table[: len(blocks)].copy_(self._host_table[: len(blocks)], non_blocking=True)
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -77,11 +77,11 @@ class RealWorker(VirtualWorker):
         return results
 
     def read_block(self, block: int) -> bytes:
-        return bytes(self.runner.cache.block_bytes_view(block))
+        return bytes(self.runner.cache.read_blocks([block])[0])
 
     def write_block(self, block: int, content: object) -> None:
         assert isinstance(content, bytes)
-        self.runner.cache.write_block(block, content)
+        self.runner.cache.write_blocks([block], [content])
 
 
 class RealCluster(VirtualCluster):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import xxhash
 
 from kernels.attention import store_kv
 from kernels.cache import CacheLayout, PagedCache
@@ -15,7 +16,7 @@ def test_a_block_is_one_contiguous_piece() -> None:
     assert _LAYOUT.block_bytes == 3 * 2 * 2 * 8 * 16 * 2
     assert cache.tensor.is_contiguous() and cache.tensor[2].numel() * 2 == _LAYOUT.block_bytes
     assert not cache.tensor.any()
-    view = cache.block_bytes_view(2)
+    (view,) = cache.read_blocks([2])
     assert (view.nbytes, view.format, view.ndim) == (_LAYOUT.block_bytes, "B", 1)
     cache.tensor[2] = 1.0
     assert bytes(view[:2]) == b"\x80\x3f"  # the same memory, not a copy
@@ -24,10 +25,12 @@ def test_a_block_is_one_contiguous_piece() -> None:
 def test_a_block_written_elsewhere_reads_the_same() -> None:
     source, target = PagedCache(_LAYOUT, 3), PagedCache(_LAYOUT, 5)
     source.tensor.normal_()
-    target.write_block(4, source.block_bytes_view(1))
+    one, two = source.read_blocks([1, 2])
+    assert list(target.write_blocks([4], [one])) == [xxhash.xxh3_64_intdigest(one)]
     assert torch.equal(target.tensor[4], source.tensor[1])
     assert not target.tensor[:4].any()
-    target.write_block(0, bytes(source.block_bytes_view(2)))
+    target.write_blocks([3, 0], [one, bytes(two)])
+    assert torch.equal(target.tensor[[0, 3]], source.tensor[[2, 1]])
     for layer in range(3):
         there, here = torch.tensor([0]), torch.tensor([2])
         assert torch.equal(target.keys(layer, there), source.keys(layer, here))
@@ -36,13 +39,13 @@ def test_a_block_written_elsewhere_reads_the_same() -> None:
 
 def test_wrong_sizes_and_places_are_refused() -> None:
     cache = PagedCache(_LAYOUT, 2)
-    with pytest.raises(ValueError, match="wanted"):
-        cache.write_block(0, bytes(_LAYOUT.block_bytes - 1))
+    with pytest.raises(ValueError):
+        cache.write_blocks([0], [bytes(_LAYOUT.block_bytes - 1)])
     for block in (-1, 2):
         with pytest.raises(IndexError):
-            cache.block_bytes_view(block)
+            cache.read_blocks([0, block])
         with pytest.raises(IndexError):
-            cache.write_block(block, bytes(_LAYOUT.block_bytes))
+            cache.write_blocks([block], [bytes(_LAYOUT.block_bytes)])
     with pytest.raises(ValueError, match="num_blocks"):
         PagedCache(_LAYOUT, 0)
 

@@ -166,8 +166,7 @@ def test_blocks_are_all_that_a_sequence_needs(tiny: ModelRunner, tmp_path: Path)
     batch.add(0, 0, prompt, True)
     token = tiny.run(batch).ids[0][0]
     assert token == whole[0][0]
-    for source, target in ((7, 0), (3, 9), (11, 4)):
-        other.cache.write_block(target, bytes(tiny.cache.block_bytes_view(source)))
+    other.cache.write_blocks([0, 9, 4], tiny.cache.read_blocks([7, 3, 11]))
     batch = Batch(joined=[Joined(5, [*prompt, token], 37, [0, 9, 4], Sampling(logprobs=3))])
     for position in range(37, 41):
         batch.add(5, position, [token], True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 
 from common.counters import Counters
 from common.messages import ChannelName, Sender
+from kernels.block_bytes import copy_blocks
 from transfer.channel import ReceivingEnd, SendingEnd
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.segment import PoolSegment
 
 CHANNELS: tuple[ChannelName, ...] = ("tcp", "shm")
+ON_DEVICE = "KVFERRY_TEST_ON_DEVICE"
+"""In the environment: pools are reached as a device's are, here and in the processes that are started."""
 
 
 class BarePool:
@@ -32,8 +37,11 @@ class BarePool:
     def host_block(self, block: int) -> memoryview:
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def block_bytes_view(self, block: int) -> memoryview:
-        return self.host_block(block)
+    def read_blocks(self, blocks: Sequence[int]) -> list[memoryview]:
+        return [self.host_block(block) for block in blocks]
+
+    def write_blocks(self, blocks: Sequence[int], sources: Sequence[bytes | memoryview]) -> Sequence[int]:
+        return copy_blocks(self.read_blocks(blocks), sources)
 
     def write_block(self, block: int, data: bytes | memoryview) -> None:
         self.host_block(block)[:] = data
@@ -52,6 +60,14 @@ class BarePool:
         self.segment.close()
         self._bytes.release()
         self._memory.close()
+
+
+def new_pool(num_blocks: int, block_bytes: int) -> BarePool:
+    if ON_DEVICE not in os.environ:
+        return BarePool(num_blocks, block_bytes)
+    from tests.transfer.device_pool import DevicePool  # torch and Triton: two seconds
+
+    return DevicePool(num_blocks, block_bytes)
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from common.effects import Effect, SendBlocks, ToReceiver, ToSender, gathered
 from common.endpoints import Endpoint
 from common.messages import AboutRequest, Block, Message, PeerAddress, Sender
 from common.request import Incarnation, Key, RequestId, WorkerId
-from tests.transfer.bare_pool import BarePool
+from tests.transfer.bare_pool import BarePool, new_pool
 from tests.transfer.pair import P, Receiving, handover_of, key, offer_of
 from transfer.channel import Arrived, SendingEnd, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
@@ -241,7 +241,7 @@ async def until(true: Callable[[], Any], limit_s: float = 20.0) -> None:
 async def _take(name: str, incarnation: int, transfer: str, num_blocks: int, block_bytes: int) -> None:
     """Says its address, then of every transfer a digest of what it got."""
     _leave_with_input()
-    taker = Taker(BarePool(num_blocks, block_bytes), transfer, name=name, incarnation=incarnation)
+    taker = Taker(new_pool(num_blocks, block_bytes), transfer, name=name, incarnation=incarnation)
     taker.start()
     _say({"address": asdict(taker.address)})
     said: set[Key] = set()
@@ -257,7 +257,7 @@ async def _give(
 ) -> None:
     """Gives its whole pool again and again; a word after each."""
     _leave_with_input()
-    pool = BarePool(num_blocks, block_bytes)
+    pool = new_pool(num_blocks, block_bytes)
     pool.fill()
     giver = Giver(pool, transfer, incarnation=incarnation)
     giver.start()

@@ -24,7 +24,7 @@ import xxhash
 
 from common.messages import Block, PeerAddress
 from common.request import Key
-from tests.transfer.bare_pool import CHANNELS, BarePool, content_of
+from tests.transfer.bare_pool import CHANNELS, BarePool, content_of, new_pool
 from tests.transfer.channel_ends import KEY_FILE, Giver, Taker, address_of, until
 from tests.transfer.pair import handover_of, key, offer_of
 from transfer.channel import Frame, Outbound, SendingEnd
@@ -62,9 +62,9 @@ async def two_ends(
     channel: str, num_blocks: int, block_bytes: int = SMALL, **giving: Any
 ) -> AsyncIterator[tuple[Giver, Taker]]:
     """A giver whose pool is full of known bytes, and a taker."""
-    pool = BarePool(num_blocks, block_bytes)
+    pool = new_pool(num_blocks, block_bytes)
     pool.fill()
-    giver, taker = Giver(pool, channel, **giving), Taker(BarePool(num_blocks, block_bytes), channel)
+    giver, taker = Giver(pool, channel, **giving), Taker(new_pool(num_blocks, block_bytes), channel)
     giver.start()
     taker.start()
     try:
@@ -149,9 +149,9 @@ def spoiling(pool: BarePool, times: int) -> Callable[[SendingEnd], SendingEnd]:
 @pytest.mark.parametrize("times, arrives", [(1, True), (2, True), (3, False)])
 def test_spoilt_bytes_are_refused_and_asked_for_again_twice(channel: str, times: int, arrives: bool) -> None:
     async def story() -> None:
-        pool = BarePool(4, SMALL)
+        pool = new_pool(4, SMALL)
         giver = Giver(pool, channel, wrap=spoiling(pool, times))
-        taker = Taker(BarePool(4, SMALL), channel)
+        taker = Taker(new_pool(4, SMALL), channel)
         giver.start()
         taker.start()
         try:
@@ -175,7 +175,7 @@ def test_BR_020_what_is_written_after_a_block_was_sent_never_arrives(channel: st
     """Transfers are cancelled with their blocks on the way, and these are another request's at once."""
 
     async def story() -> None:
-        pool, passed = BarePool(8, LARGE), set[bytes]()
+        pool, passed = new_pool(8, LARGE), set[bytes]()
         to_cancel: list[Key] = []
 
         def cancel() -> None:
@@ -188,7 +188,7 @@ def test_BR_020_what_is_written_after_a_block_was_sent_never_arrives(channel: st
             return frame
 
         giver = Giver(pool, channel, wrap=lambda end: Watched(end, lambda block: None, cancelled))
-        taker = Taker(BarePool(256, LARGE), channel)
+        taker = Taker(new_pool(256, LARGE), channel)
         taker.on_filled = lambda block: passed.add(bytes(taker.pool.host_block(block)))
         giver.start()
         taker.start()
@@ -355,7 +355,7 @@ def anonymous_bytes() -> int:
 
 def test_a_receiver_that_dies_takes_nothing_along_and_its_next_life_gets_everything(channel: str) -> None:
     async def story() -> None:
-        pool = BarePool(32, SMALL)
+        pool = new_pool(32, SMALL)
         pool.fill()
         giver = Giver(pool, channel, window_bytes=4 * SMALL, timeout_s=0.5, retry_s=0.2)
         giver.start()
@@ -389,7 +389,7 @@ def test_a_receiver_that_dies_takes_nothing_along_and_its_next_life_gets_everyth
 
 def test_a_sender_that_dies_leaves_no_mapping_and_its_next_life_is_heard(channel: str) -> None:
     async def story() -> None:
-        taker = Taker(BarePool(4096, SMALL), channel, timeout_s=0.5)
+        taker = Taker(new_pool(4096, SMALL), channel, timeout_s=0.5)
         taker.start()
         target = json.dumps({**vars_of(taker.address)})
         try:
@@ -417,7 +417,7 @@ def vars_of(address: PeerAddress) -> dict[str, Any]:
 def test_a_stopped_receiver_delays_only_itself_and_costs_no_more_than_its_window(channel: str) -> None:
     async def story() -> None:
         size, window = 256 << 10, 2 << 20
-        pool = BarePool(96, size)
+        pool = new_pool(96, size)
         pool.fill()
         giver = Giver(pool, channel, window_bytes=window)
         giver.start()

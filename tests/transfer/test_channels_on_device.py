@@ -1,0 +1,24 @@
+"""The contract of a channel (`test_channels.py`) between pools on a device: what is another there is how blocks are
+read, stored and hashed, so it is the same tests again, those that move bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transfer import test_channels as contract
+from tests.transfer.bare_pool import ON_DEVICE
+
+pytestmark = pytest.mark.parametrize("channel", ["tcp"])
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ON_DEVICE, "1")
+
+
+test_arrive = contract.test_blocks_arrive_whole_and_in_their_places
+test_spoilt = contract.test_spoilt_bytes_are_refused_and_asked_for_again_twice
+test_BR_020 = contract.test_BR_020_what_is_written_after_a_block_was_sent_never_arrives
+test_BR_018 = contract.test_BR_018_a_late_writer_cannot_touch_a_block
+test_too_much = contract.test_a_header_that_names_too_much_brings_nothing
+test_twice = contract.test_a_block_that_came_twice_in_one_message_is_filled_once
