@@ -116,7 +116,7 @@ class Giver:
     ) -> None:
         """`segment`: what the pool was made in, if it was. Raises BadConfiguration where there is no such channel."""
         self._num_blocks = num_blocks
-        ends = sending_ends(channel, P, pool, segment, block_bytes)
+        ends = sending_ends(channel, P, pool, segment)
         self._links = Links(P, Counters(), block_bytes=block_bytes, sending=ends, key=key)
         self._links.bind(HERE)
         self._sender = TransferSender(block_bytes=block_bytes, window_bytes=WINDOW_BYTES)

@@ -297,17 +297,22 @@ class Cancelled(AboutRequest):
     pass
 
 
-# ---------------------------------------------------------------- worker ↔ worker on one machine (transfer/shm.py)
+# ---------------------------------------------------------------- worker ↔ worker on one machine (transfer/door.py)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment(Message):
-    """P hands D, named so that nobody else takes it, the descriptor of its pool, which comes with this message."""
+class ShownPool(Message):
+    """Base of what P says when it shows D its pool, of `size` bytes in all: named, so that nobody else takes it."""
 
     worker: WorkerId
     incarnation: Incarnation
     size: Positive
     block_bytes: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(ShownPool):
+    """The pool's descriptor comes with this message."""
 
 
 @dataclass(frozen=True, slots=True)

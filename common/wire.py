@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common import front_messages, messages
 from common.errors import ProtocolViolation
-from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, Tokens
+from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, ShownPool, Tokens
 from common.prefix import HASH_BYTES
 from common.request import Incarnation
 from common.token_columns import columns_of, rows_of
@@ -28,7 +28,7 @@ PROTOCOL_MINOR = 2
 model, requests weight, deadline and ITL target."""
 MAX_MESSAGE_BYTES = 1 << 20
 
-_BASES = (Message, AboutRequest)
+_BASES = (Message, AboutRequest, ShownPool)
 TYPES: dict[str, type[Message]] = {
     name: cls
     for module in (messages, front_messages)

@@ -14,20 +14,20 @@ from common.errors import BadConfiguration
 from common.messages import Sender
 from transfer.channel import Pool, ReceivingEnd, SendingEnd
 from transfer.segment import PoolSegment
-from transfer.shm import ShmReceiving, ShmSending
+from transfer.shm import shm_receiving, shm_sending
 from transfer.tcp import TcpReceiving, TcpSending
 
 log = logging.getLogger(__name__)
 
 
 def sending_ends(
-    transfer: str, me: Sender, pool: Pool, segment: PoolSegment, block_bytes: int
+    transfer: str, me: Sender, pool: Pool, segment: PoolSegment
 ) -> Sequence[SendingEnd]:
     """`segment` is what the pool was made in, if it was. Raises BadConfiguration."""
     ends: list[SendingEnd] = []
     if transfer != "tcp":
         if segment.fd is not None:
-            ends.append(ShmSending(me, pool, segment, block_bytes))
+            ends.append(shm_sending(me, pool, segment))
         else:
             _without_shm(transfer, segment.fault)
     if transfer != "shm":
@@ -40,7 +40,7 @@ def receiving_ends(transfer: str, me: Sender, counters: Counters, block_bytes: i
     ends: list[ReceivingEnd] = []
     if transfer != "tcp":
         try:
-            ends.append(ShmReceiving(me, counters, block_bytes))
+            ends.append(shm_receiving(me, counters, block_bytes))
         except (OSError, AttributeError) as error:  # a system without such sockets, or one that forbids them
             _without_shm(transfer, f"no Unix socket: {error}")
     if transfer != "shm":

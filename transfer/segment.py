@@ -22,7 +22,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
 
 class CannotMap(Exception):
-    """A segment that this process will not or cannot map; the message says why."""
+    """A pool that this process will not or cannot take into view; the message says why."""
 
 
 class PoolSegment:

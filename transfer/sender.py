@@ -20,7 +20,7 @@ still to be computed. The prompt's blocks wait here for the peer's room and for 
 
 How a block's bytes get there is the channel's affair (`channel.py`). Some copy it when it is sent, some have the
 receiver read it later; a block may be freed and written over as soon as its transfer has ended here, whichever it
-is, because the checksum refuses what is not the block that was sent (the argument: `shm.py`).
+is, because the checksum refuses what is not the block that was sent (the argument: `door.py`).
 """
 
 from __future__ import annotations

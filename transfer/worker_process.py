@@ -277,7 +277,7 @@ def _links(
     """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives."""
     block_bytes = cache.layout.block_bytes
     if role == "prefill":
-        ends = sending_ends(settings.transfer, me, cache, segment, block_bytes)
+        ends = sending_ends(settings.transfer, me, cache, segment)
         return Links(me, counters, block_bytes=block_bytes, sending=ends, key=key)
     receiving = receiving_ends(settings.transfer, me, counters, block_bytes)
     return Links(me, counters, block_bytes=block_bytes, receiving=receiving, key=key)

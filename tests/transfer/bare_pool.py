@@ -51,7 +51,7 @@ class BarePool:
             self.write_block(block, content_of(block, self.block_bytes, what))
 
     def sending(self, transfer: str, me: Sender) -> list[SendingEnd]:
-        return list(sending_ends(transfer, me, self, self.segment, self.block_bytes))
+        return list(sending_ends(transfer, me, self, self.segment))
 
     def receiving(self, transfer: str, me: Sender, counters: Counters) -> list[ReceivingEnd]:
         return list(receiving_ends(transfer, me, counters, self.block_bytes))

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import xxhash
 
-import transfer.shm
+import transfer.door
 from common.counters import Counters
 from common.messages import Block, Mapped, Message, NotMapped, PeerAddress, Segment, Sender
 from common.request import Incarnation, WorkerId
@@ -25,9 +25,9 @@ from tests.transfer.bare_pool import BarePool
 from tests.transfer.channel_ends import until
 from tests.transfer.pair import key
 from transfer.channel import store
+from transfer.door import DoorReceiving, DoorSending
 from transfer.own_channels import receiving_ends
 from transfer.segment import CannotMap, PoolSegment, map_to_read
-from transfer.shm import ShmReceiving, ShmSending
 
 BLOCK = 4096
 ENOUGH = 100
@@ -144,10 +144,10 @@ def test_BR_020_what_passes_is_what_was_announced_while_the_source_changes() -> 
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[tuple[ShmReceiving, Counters]]:
+async def door() -> AsyncIterator[tuple[DoorReceiving[Segment], Counters]]:
     counters = Counters()
     (end,) = receiving_ends("shm", D, counters, BLOCK)
-    assert isinstance(end, ShmReceiving)
+    assert isinstance(end, DoorReceiving)
     end.start()
     try:
         yield end, counters
@@ -155,7 +155,7 @@ async def door() -> AsyncIterator[tuple[ShmReceiving, Counters]]:
         end.end()
 
 
-async def knock(end: ShmReceiving) -> socket.socket:
+async def knock(end: DoorReceiving[Segment]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect("\0" + end.where)
     connection.setblocking(False)
@@ -210,7 +210,7 @@ def test_what_is_not_a_good_segment_is_refused_and_counted_and_leaves_nothing_op
 
 
 def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.shm, "ANSWER_S", 0.1)
+    monkeypatch.setattr(transfer.door, "ANSWER_S", 0.1)
 
     async def story() -> None:
         async with door() as (end, _):
@@ -227,9 +227,9 @@ def test_another_users_process_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> 
     async def story() -> None:
         pool = BarePool(4, BLOCK)
         (sending,) = pool.sending("shm", P)
-        assert isinstance(sending, ShmSending)
+        assert isinstance(sending, DoorSending)
         async with door() as (end, counters):
-            monkeypatch.setattr(transfer.shm, "_user_of", lambda connection: os.geteuid() + 1)
+            monkeypatch.setattr(transfer.door, "_user_of", lambda connection: os.geteuid() + 1)
             connection = await knock(end)
             assert await answer(connection) is None and counters.values == {"protocol_violations_total": 1.0}
             connection.close()
@@ -242,7 +242,7 @@ def test_another_users_process_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_crowd_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.shm, "MAX_SENDERS", 3)
+    monkeypatch.setattr(transfer.door, "MAX_SENDERS", 3)
 
     async def story() -> None:
         async with door() as (end, _):
@@ -267,10 +267,10 @@ def test_a_second_segment_of_one_sender_takes_the_place_of_the_first() -> None:
                 socket.send_fds(connections[-1], [encode(HELLO, P)], [pool.segment.fd])
                 assert await answer(connections[-1]) == Mapped()
             assert await answer(connections[0]) is None, "hung up"
-            assert list(end._mapped) == [P] and len(end._guests) == 1
+            assert list(end._in_view) == [P] and len(end._guests) == 1
             connections[1].send(b"what else")
             assert isinstance(await answer(connections[1]), NotMapped)
-            assert end._mapped == {} and end._guests == []
+            assert end._in_view == {} and end._guests == []
             for connection in connections:
                 connection.close()
         pool.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+import transfer.door
 import transfer.shm
 from common.errors import BadConfiguration
 from common.messages import Sender
@@ -117,7 +118,7 @@ def test_a_pool_that_cannot_be_mapped_goes_over_tcp_and_is_counted(
 def test_a_receiver_that_does_not_answer_its_door_is_reached_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer.shm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(transfer.door, "ANSWER_S", 0.2)
 
     async def story() -> None:
         async with ends("auto", "auto") as (giver, taker):
@@ -139,7 +140,7 @@ def test_a_channel_that_is_lost_is_left_for_the_next_one() -> None:
         async with ends("auto", "auto") as (giver, taker):
             await arrives(giver, taker, "before")
             shm = taker.links._receiving["shm"]
-            assert isinstance(shm, transfer.shm.ShmReceiving)
+            assert isinstance(shm, transfer.door.DoorReceiving)
             giver.give(R, [3, 4, 5], taker.address)
             for guest in list(shm._guests):
                 shm._leave(guest)
@@ -163,7 +164,7 @@ def test_who_leaves_in_order_is_nothing_to_warn_of(who: str, caplog: pytest.LogC
                 await giver.close()
                 return
             shm = taker.links._receiving["shm"]
-            assert isinstance(shm, transfer.shm.ShmReceiving)
+            assert isinstance(shm, transfer.door.DoorReceiving)
             for guest in list(shm._guests):
                 shm._leave(guest)
             await until(lambda: any("shm to decode-0 is lost" in line for line in caplog.messages))
@@ -182,7 +183,7 @@ def test_a_silent_while_costs_no_channel(monkeypatch: pytest.MonkeyPatch) -> Non
             way = giver.links._ways[taker.address.worker]
             way.unanswered_since = 1.0
             shm = taker.links._receiving["shm"]
-            assert isinstance(shm, transfer.shm.ShmReceiving)
+            assert isinstance(shm, transfer.door.DoorReceiving)
             asyncio.get_running_loop().remove_reader(shm._listener)  # nobody would answer the door
             await arrives(giver, taker, "after")
             assert giver.links._ways[taker.address.worker] is not way
@@ -199,6 +200,6 @@ def test_shm_asked_for_by_name_where_it_cannot_be_is_an_error_and_auto_goes_with
     with pytest.raises(
         BadConfiguration, match="--transfer shm cannot be had: the pool is not in this host's"
     ):
-        sending_ends("shm", me, pool, nothing_made, BLOCK)
-    assert [end.name for end in sending_ends("auto", me, pool, nothing_made, BLOCK)] == ["tcp"]
+        sending_ends("shm", me, pool, nothing_made)
+    assert [end.name for end in sending_ends("auto", me, pool, nothing_made)] == ["tcp"]
     pool.close()
