@@ -56,7 +56,7 @@ from kernels.block_bytes import copy_blocks
 from transfer.channel import Arrived, Pool as ChannelPool, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.links import Links, peer_of
-from transfer.own_channels import receiving_ends, sending_ends
+from transfer.own_channels import OnDevice, receiving_ends, sending_ends
 from transfer.receiver import TransferReceiver
 from transfer.segment import PoolSegment
 from transfer.sender import SendFailed, Sent, TransferSender
@@ -113,10 +113,12 @@ class Giver:
         num_blocks: int,
         block_bytes: int,
         key: ClusterKey | None,
+        on_device: OnDevice | None = None,
     ) -> None:
-        """`segment`: what the pool was made in, if it was. Raises BadConfiguration where there is no such channel."""
+        """`segment`: what the pool was made in, if it was; `on_device` of one that is on a GPU. Raises BadConfiguration
+        where there is no such channel."""
         self._num_blocks = num_blocks
-        ends = sending_ends(channel, P, pool, segment)
+        ends = sending_ends(channel, P, pool, segment, on_device)
         self._links = Links(P, Counters(), block_bytes=block_bytes, sending=ends, key=key)
         self._links.bind(HERE)
         self._sender = TransferSender(block_bytes=block_bytes, window_bytes=WINDOW_BYTES)
@@ -175,11 +177,18 @@ class Giver:
 class Taker:
     """A decode worker as far as transfers go. A transfer's place is in its id, so that a round fills the pool once."""
 
-    def __init__(self, channel: str, pool: ChannelPool, block_bytes: int, key: ClusterKey | None) -> None:
+    def __init__(
+        self,
+        channel: str,
+        pool: ChannelPool,
+        block_bytes: int,
+        key: ClusterKey | None,
+        on_device: OnDevice | None = None,
+    ) -> None:
         """Raises BadConfiguration where there is no such channel."""
         counters = Counters()
         self._pool = pool
-        ends = receiving_ends(channel, D, counters, block_bytes)
+        ends = receiving_ends(channel, D, counters, block_bytes, on_device)
         self._links = Links(D, counters, block_bytes=block_bytes, receiving=ends, key=key)
         self._receiver = TransferReceiver(block_bytes=block_bytes, window_bytes=WINDOW_BYTES)
 

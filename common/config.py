@@ -135,10 +135,10 @@ class EngineSettings(GpuSettings, ProcessSettings):
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
     prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
-    transfer: Literal["auto", "tcp", "shm", "nccl"] = flag(
+    transfer: Literal["auto", "tcp", "shm", "ipc", "nccl"] = flag(
         "auto",
-        "how KV blocks travel; shm: the receiver reads the sender's memory, on one machine; auto: shm where it "
-        "can be, else tcp",
+        "how KV blocks travel; shm: the receiver reads the sender's memory, on one machine; ipc: its GPU reads the "
+        "sender's (CUDA IPC; no GPU has run it yet); auto: ipc or shm where it can be, else tcp",
         "network",
     )
     threads: int | None = flag(

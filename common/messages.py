@@ -17,7 +17,7 @@ from common.bounds import FEW, SHORT, Amount, Count, Endpoint, Index, Positive, 
 from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
-ChannelName = Literal["tcp", "shm"]
+ChannelName = Literal["tcp", "shm", "ipc"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -243,8 +243,8 @@ class Accept(AboutRequest):
 
 @dataclass(frozen=True, slots=True)
 class Block(AboutRequest):
-    """Header of a block on its way. Over tcp its bytes are the frame beside it, over shm they lie at `offset` of the
-    sender's pool."""
+    """Header of a block on its way. Over tcp its bytes are the frame beside it, over shm and ipc they lie at `offset`
+    of the sender's pool. `checksum`: XXH3, or over ipc the device's own (`kernels/block_hash.py`)."""
 
     index: Count
     part: Count
@@ -313,6 +313,16 @@ class ShownPool(Message):
 @dataclass(frozen=True, slots=True)
 class Segment(ShownPool):
     """The pool's descriptor comes with this message."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool(ShownPool):
+    """The pool lies on a device, `offset` bytes into the allocation that the driver opens by `handle`. `device`: what
+    the driver calls it in every process (its UUID)."""
+
+    handle: Annotated[bytes, Field(min_length=64, max_length=64)]
+    offset: Count
+    device: Annotated[bytes, Field(min_length=16, max_length=16)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.block_bytes import copy_blocks
+from kernels.shared_pool import CannotShare, PoolOnDevice
 
 if TYPE_CHECKING:
     from kernels.gpu.block_copies import BlockCopies
@@ -192,6 +193,22 @@ class PagedCache:
         if self._copies is not None:
             return self._copies.write(blocks, sources)
         return copy_blocks([self._on_host(block) for block in blocks], sources)
+
+    @property
+    def on_device(self) -> Callable[[], PoolOnDevice] | None:
+        """Gives what shows the pool to other processes of this host, and reads theirs; may raise CannotShare. None for
+        a cache on the CPU."""
+        return None if self._copies is None else self._pool_on_device
+
+    def _pool_on_device(self) -> PoolOnDevice:
+        from kernels.gpu.device_pool import CudaPool
+        from kernels.gpu.driver import Driver, DriverError
+
+        assert self._copies is not None
+        try:
+            return CudaPool(self._bytes, self._copies, Driver())
+        except DriverError as error:
+            raise CannotShare(str(error)) from error
 
     def _on_host(self, block: int) -> memoryview:
         assert self._host is not None

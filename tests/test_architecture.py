@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"common", "kernels", "transfer", "prefill_node", "decode_node", "coordinator"},
 }
 # Of kernels, transfer may know where bytes lie and how they are copied, and nothing that computes.
-KERNELS_FOR_TRANSFER = {"kernels.cache", "kernels.block_bytes"}
+KERNELS_FOR_TRANSFER = {"kernels.cache", "kernels.block_bytes", "kernels.shared_pool"}
 # Outside libraries of the folders that are kept narrow.
 COMMON_LIBRARIES = {"msgpack", "pydantic", "pydantic_core", "xxhash"}
 NOT_IN_COORDINATOR = {"torch", "transformers", "triton", "numpy", "safetensors", "gguf", "kernels"}

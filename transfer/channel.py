@@ -3,8 +3,8 @@
 A header (`Block`) goes over the data socket in every case: which block, how long, its checksum, over which channel.
 Blocks that leave together share a message, in which each has its own header and is a block as any other: the protocol
 above (`sender.py`, `receiver.py`) knows each for itself as good, corrupt or doubled. What a channel adds is where the
-bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), and later in a buffer on a device. The
-protocol sees none of this.
+bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), or in its pool on a device, which the
+receiver's device reads (`ipc`). The protocol sees none of this.
 
 Which channel is a fact of two processes, not of a request: the sender tries its own in order of preference, those
 that the receiver's address offers, and takes the first that opens (`way.py`). So no message about a request says it.
@@ -20,12 +20,29 @@ The contract, the same for all (tests/transfer/test_channels.py):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from common.messages import Block, ChannelName, PeerAddress, Sender
 from common.request import Key
+from kernels.shared_pool import SeenPool
 
-Arrived = tuple[Block, memoryview]
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A block in another process's pool, which the own pool's device reads for itself: `block` of `pool`."""
+
+    pool: SeenPool
+    block: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+Source = memoryview | Elsewhere
+
+Arrived = tuple[Block, Source]
 """A header and the bytes that came with it (none where there were none)."""
 
 BlocksIn = Callable[[Sender, Sequence[Arrived]], None]
@@ -99,8 +116,9 @@ class ReceivingEnd(Protocol):
         ...
 
 
-def store(pool: Pool, blocks: Sequence[tuple[int, Block, memoryview]]) -> list[bool]:
-    """Copies each source into its pool block, and says of each whether the copy is what was packed.
+def store(pool: Pool, blocks: Sequence[tuple[int, Block, Source]]) -> list[bool]:
+    """Copies each source into its pool block, and says of each whether the copy is what was packed. All are one
+    sender's, and came over one channel.
 
     The copy is hashed, not the source: the source may be another process's memory, and change between two looks. A
     block that turns out wrong holds rubbish afterwards; it is reserved for this transfer, not delivered, not
@@ -110,10 +128,20 @@ def store(pool: Pool, blocks: Sequence[tuple[int, Block, memoryview]]) -> list[b
     fits = [
         at for at, (_, header, source) in enumerate(blocks) if len(source) == header.size == pool.block_bytes
     ]
-    found = pool.write_blocks([blocks[at][0] for at in fits], [blocks[at][2] for at in fits])
+    found = _copy(pool, [blocks[at][0] for at in fits], [blocks[at][2] for at in fits])
     for at, checksum in zip(fits, found, strict=True):
         good[at] = checksum == blocks[at][1].checksum
     return good
+
+
+def _copy(pool: Pool, blocks: Sequence[int], sources: Sequence[Source]) -> Sequence[int]:
+    """The checksums of the copies, of the kind that this channel's are."""
+    elsewhere = [source for source in sources if isinstance(source, Elsewhere)]
+    if elsewhere:
+        seen = elsewhere[0].pool
+        assert len(elsewhere) == len(sources) and all(source.pool is seen for source in elsewhere)
+        return seen.bring([source.block for source in elsewhere], blocks)
+    return pool.write_blocks(blocks, [source for source in sources if isinstance(source, memoryview)])
 
 
 def store_wanted(pool: Pool, came: Sequence[Arrived], place: Callable[[Block], int | None]) -> list[bool]:

@@ -2,7 +2,7 @@
 
     sender                                                      receiver
     connect to the socket that the peer's address names ──▶     accept; another user is turned away
-    Segment, and with it what finds the pool ──▶                the pool that it says? take it into view
+    Segment or DevicePool: what finds the pool ──▶              the pool that it says? take it into view
                                                        ◀──      Mapped, or NotMapped(reason)
     … the connection stays, and stands for the view: whoever closes it or dies, the other hears at once and lets go
 
@@ -10,8 +10,8 @@ The socket is a Unix one with an abstract name: it leaves nothing behind, and it
 kernel and network namespace, so "same machine" needs no comparing of names that might lie. Its other end's user is
 told by the kernel (SO_PEERCRED).
 
-What the memory is, and how it is shown and looked at, is the channel's affair (`shm.py`): the receiver reads what the
-sender wrote, with no copy on the way.
+What the memory is, and how it is shown and looked at, is the channel's affair (`shm.py`, `ipc.py`): the receiver reads
+what the sender wrote, with no copy on the way.
 
 Why a block may be read long after it was announced. The sender copies nothing, and its block must be what it was
 until the receiver has copied it. What holds it:

@@ -163,7 +163,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     started = time.monotonic()
     segment = PoolSegment()
     # Only who sends need show its pool, and memory that can be shown may have no huge pages (shmem_enabled).
-    shown = role == "prefill" and settings.transfer != "tcp"
+    shown = role == "prefill" and settings.transfer in ("auto", "shm")
     model, runner = _load(settings, threads, load, segment.allocate if shown else None)
     keep_freed_memory()
     runner.prepare_grammars()
@@ -277,9 +277,9 @@ def _links(
     """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives."""
     block_bytes = cache.layout.block_bytes
     if role == "prefill":
-        ends = sending_ends(settings.transfer, me, cache, segment)
+        ends = sending_ends(settings.transfer, me, cache, segment, cache.on_device)
         return Links(me, counters, block_bytes=block_bytes, sending=ends, key=key)
-    receiving = receiving_ends(settings.transfer, me, counters, block_bytes)
+    receiving = receiving_ends(settings.transfer, me, counters, block_bytes, cache.on_device)
     return Links(me, counters, block_bytes=block_bytes, receiving=receiving, key=key)
 
 

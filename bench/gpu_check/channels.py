@@ -84,7 +84,8 @@ async def _moved(channel: str, pools: Pools, end: asyncio.subprocess.Process) ->
         raise ChannelNotThere("no such channel in this release")
     poison(pools.decode)
     try:
-        taker = Taker(channel, pools.decode.cache, pools.decode.layout.block_bytes, None)
+        cache = pools.decode.cache
+        taker = Taker(channel, cache, cache.block_bytes, None, cache.on_device)
     except BadConfiguration as error:
         raise ChannelNotThere(str(error)) from error
     async with taker.taking() as address:

@@ -56,7 +56,7 @@ async def _give(channel: str, runner: ModelRunner, segment: PoolSegment, target:
         began.append(time.perf_counter())
 
     cache = runner.cache
-    giver = Giver(channel, cache, segment, cache.num_blocks, cache.layout.block_bytes, None)
+    giver = Giver(channel, cache, segment, cache.num_blocks, cache.block_bytes, None, cache.on_device)
     await giver.run(target, rounds())
     return began[-1] - began[-2]
 

@@ -10,6 +10,7 @@ scattered there: what a copy costs to begin is then paid once.
 
     read    pool ─ gather ─▶ piece on the device ─ copy ─▶ pinned
     write   the caller's ─ copied and hashed ─▶ pinned ─ copy ─▶ piece on the device ─ scatter ─▶ pool
+    bring   another pool on the device, or within its reach ─ copied and hashed by a kernel ─▶ pool
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kernels.block_bytes import copy_blocks
-from kernels.gpu.block_moves import gather_blocks, scatter_blocks
+from kernels.gpu.block_moves import copy_hashed, gather_blocks, hash_blocks, scatter_blocks
 
 BLOCKS = 8
 """What comes in one message; more at once take more pinned memory."""
@@ -64,6 +65,29 @@ class BlockCopies:
                     way.wait()
             return checksums
 
+    def hashes(self, blocks: Sequence[int]) -> list[int]:
+        """Of each, as `kernels/block_hash.py` has it, from 0 to 2^64 - 1."""
+        way, found = self._down, list[int]()
+        with way.lock, way.stream():
+            for _, some in way.pieces(blocks):
+                found += _unsigned(hash_blocks(self._blocks, way.numbers(some)))
+        return found
+
+    def bring(self, source: torch.Tensor, blocks: Sequence[int], targets: Sequence[int]) -> list[int]:
+        """Copies blocks of another pool `[any number, block_bytes]` into `targets`, none of them twice; hashes of the
+        copies. The source may be written meanwhile."""
+        way, found = self._up, list[int]()
+        with way.lock, way.stream():
+            for first, some in way.pieces(blocks):
+                pairs = way.numbers([*some, *targets[first : first + len(some)]]).view(2, -1)
+                found += _unsigned(copy_hashed(source, self._blocks, pairs))
+        return found
+
+
+def _unsigned(hashes: torch.Tensor) -> list[int]:
+    """Waits for them, and so for what the same kernel copied."""
+    return [int(one) % 2**64 for one in hashes.tolist()]
+
 
 class _Way:
     """One direction."""
@@ -75,8 +99,8 @@ class _Way:
         self.piece = torch.empty((rows, block_bytes), dtype=torch.uint8, device=blocks.device)
         self._on_gpu = blocks.device.type == "cuda"
         self._stream = torch.cuda.Stream(blocks.device) if self._on_gpu else None
-        self._table = torch.empty(rows, dtype=torch.int32, device=blocks.device)
-        self._host_table = torch.empty(rows, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._table = torch.empty(2 * rows, dtype=torch.int32, device=blocks.device)
+        self._host_table = torch.empty(2 * rows, dtype=torch.int32, pin_memory=self._on_gpu)
         self._pinned = self._new(BLOCKS)
 
     def _new(self, count: int) -> torch.Tensor:
@@ -94,7 +118,7 @@ class _Way:
             yield first, blocks[first : first + len(self.piece)]
 
     def numbers(self, blocks: Sequence[int]) -> torch.Tensor:
-        """On the device, int32 `[blocks]`, until the next call; the one before must be waited for."""
+        """On the device, int32 `[blocks]`, until the next call; whatever uses the one before must be over."""
         self._host_table.numpy()[: len(blocks)] = blocks
         return self._table[: len(blocks)].copy_(self._host_table[: len(blocks)], non_blocking=True)
 

@@ -124,7 +124,8 @@ def _move(
     if target is not None and not both and rows > len(from_words if to_table else to_words):
         raise ValueError(f"{rows} block numbers for {len(from_words if to_table else to_words)} rows")
     cuts = triton.cdiv(words, tile)
-    sums = torch.empty((rows, cuts) if hashed else (0,), dtype=torch.int64, device=source.device)
+    # On the device that computes: the source may lie on another one that it reads.
+    sums = torch.empty((rows, cuts) if hashed else (0,), dtype=torch.int64, device=tables.device)
     if rows:
         _move_kernel[(rows * cuts,)](
             from_words, to_words, tables, sums, len(from_words), len(to_words), rows, cuts, words,

@@ -9,14 +9,14 @@ from functools import cache
 from random import Random
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from common.bounds import Endpoint
 from common.messages import Decode, Message, Offer, Prefill
 from common.request import Grammar, PackedIds, pack_ids
 from common.wire import TYPES
 
-WORDS = ("", "a", "tcp", "shm", "decoding", "stop", "decode-0", "prefill-0", "x" * 40, "é", "a b\n")
+WORDS = ("", "a", "tcp", "shm", "ipc", "decoding", "stop", "decode-0", "prefill-0", "x" * 40, "é", "a b\n")
 
 
 @cache
@@ -110,6 +110,8 @@ class Corpus:
                     value = min(value, most)
                 case Lt(lt=above):
                     value = value if value < above else type(value)(7)
+                case MinLen(min_length=shortest) if isinstance(value, bytes):
+                    value = value.ljust(shortest, b"x")
                 case MaxLen(max_length=longest):
                     value = (
                         value[:longest]

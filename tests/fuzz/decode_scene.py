@@ -1,4 +1,4 @@
-"""A decode worker under attack: its peers, its data, its shm, and its coordinator gone mad."""
+"""A decode worker under attack: its peers, its data, its shm and ipc, and its coordinator gone mad."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import zmq
 
@@ -15,6 +17,7 @@ from common.messages import (
     Abort,
     Block,
     Decode,
+    DevicePool as DevicePoolMessage,
     Drain,
     HeartbeatAck,
     Mapped,
@@ -50,8 +53,10 @@ from tests.fuzz.scenes import (
     say,
     worker_running,
 )
+from tests.kernels.gpu.host_driver import build
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.channel_ends import Giver
+from tests.transfer.device_pool import DevicePool
 from tests.transfer.pair import BLOCK_SIZE, handover_of, offer_of
 from transfer.links import FROM_COORDINATOR, FROM_SENDERS, Links
 from transfer.receiver import TransferReceiver
@@ -142,7 +147,10 @@ async def decode_scene() -> AsyncIterator[Scene]:
     giving.fill()
     receiver = TransferReceiver(block_bytes=BLOCK)
     node = DecodeWorker(batching(), receiver, fingerprint="fp", block_bytes=BLOCK)
+    with TemporaryDirectory() as folder:
+        device = DevicePool(BLOCKS, BLOCK, library=str(build(Path(folder))))
     ends = pool.receiving("auto", me, node.records.counters)
+    ends += device.receiving("ipc", me, node.records.counters)
     links = Links(me, node.records.counters, block_bytes=BLOCK, receiving=ends)
     inbox = CountingInbox.all[-1]
     address = links.bind(Endpoint("127.0.0.1", None))
@@ -169,6 +177,13 @@ async def decode_scene() -> AsyncIterator[Scene]:
                 LIARS,
                 counted=False,
             ),
+            Door(
+                "decode: ipc",
+                (DevicePoolMessage, Mapped, NotMapped),
+                knocker(address.channels["ipc"]),
+                LIARS,
+                counted=False,
+            ),
         ]
         scene.work = work.tick
         scene.rest = lambda: work.rest() and node.idle and receiver.settled
@@ -177,6 +192,7 @@ async def decode_scene() -> AsyncIterator[Scene]:
     coordinator.close()
     attackers.close()
     pool.close()
+    device.close()
 
 
 def knocker(where: str) -> Callable[[int, list[bytes]], None]:

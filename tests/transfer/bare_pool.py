@@ -16,17 +16,20 @@ from transfer.segment import PoolSegment
 
 CHANNELS: tuple[ChannelName, ...] = ("tcp", "shm")
 ON_DEVICE = "KVFERRY_TEST_ON_DEVICE"
-"""In the environment: pools are reached as a device's are, here and in the processes that are started."""
+"""In the environment, the driver's library: pools are reached as a device's are, here and in what is started."""
 
 
 class BarePool:
     """`fill` puts bytes into block i that are a function of i and `what`, and of nothing else."""
 
+    before_bytes = 0
+    """Of its memory, before block 0."""
+
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.segment = PoolSegment()
-        memory = self.segment.allocate(num_blocks * block_bytes)
+        memory = self.segment.allocate(self.before_bytes + num_blocks * block_bytes)
         assert memory is not None, self.segment.fault
         self._memory = memory
         self._bytes = memoryview(memory)
@@ -35,7 +38,8 @@ class BarePool:
             self.write_block(block, zeros)
 
     def host_block(self, block: int) -> memoryview:
-        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+        start = self.before_bytes + block * self.block_bytes
+        return self._bytes[start : start + self.block_bytes]
 
     def read_blocks(self, blocks: Sequence[int]) -> list[memoryview]:
         return [self.host_block(block) for block in blocks]

@@ -3,17 +3,30 @@ read, stored and hashed, so it is the same tests again, those that move bytes.""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.kernels.gpu.host_driver import build
 from tests.transfer import test_channels as contract
 from tests.transfer.bare_pool import ON_DEVICE
 
-pytestmark = pytest.mark.parametrize("channel", ["tcp"])
+
+@pytest.fixture(params=["tcp", "ipc"])
+def channel(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture(autouse=True)
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ON_DEVICE, "1")
+def on_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ON_DEVICE, str(library))
+    monkeypatch.setattr(contract, "LARGE", 16 << 10)  # the interpreter takes milliseconds for as much
 
 
 test_arrive = contract.test_blocks_arrive_whole_and_in_their_places

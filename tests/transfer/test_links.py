@@ -81,7 +81,7 @@ class End:
             self.heard.append((message, sender.name))
 
         def take(sender: Sender, came: Sequence[Arrived]) -> None:
-            self.blocks += [(header, bytes(frame)) for header, frame in came]
+            self.blocks += [(header, bytes(frame)) for header, frame in came if isinstance(frame, memoryview)]
             self.messages += 1
 
         self.links.start(coordinator, hear, hear, take, self.gone.append)
