@@ -10,7 +10,7 @@ worker, `virtual_network.py` carries what they say to each other, or does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -34,6 +34,7 @@ from coordinator.cluster import Cluster
 from coordinator.front import Front
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
+from coordinator.targets import Targets
 
 FRONT = FrontId("front")
 NOTICED_AFTER_S = 0.05
@@ -55,6 +56,7 @@ class Answer:
     stamps: list[float] = field(default_factory=list)
     end: str | None = None  # finish reason, or the error's name, or "left"
     reason: str = ""  # of an error
+    retry_after_s: float = 0.0
 
 
 class VirtualCluster:
@@ -69,21 +71,29 @@ class VirtualCluster:
         step_time: StepTime | None = None,
         faults: Faults | None = None,
         max_queue: int = 100_000,
+        targets: Mapping[str, Targets] | None = None,
+        local_prefill: bool = False,
+        refuse_late: bool = True,
+        decode_step_time: StepTime | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.random = Random(seed)
         self.network = VirtualNetwork(self.clock, RandomFaults(faults or Faults(), self.random))
         self.answers: dict[RequestId, Answer] = {}
         self._max_queue = max_queue
+        self._targets = targets
+        self._local_prefill = local_prefill
+        self._refuse_late = refuse_late
         self._epoch = 0
         self._start_coordinator()
         self.network.join(COORDINATOR, self._receive)
         shapes = {"prefill": prefill_shape or Shape(), "decode": decode_shape or Shape()}
+        prefill_time = step_time or StepTime()
+        times = {"prefill": prefill_time, "decode": decode_step_time or prefill_time}
         names: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(num_prefill)]
         names += [(f"decode-{i}", "decode") for i in range(num_decode)]
         self.workers = {
-            WorkerId(name): self.make_worker(name, role, shapes[role], step_time or StepTime())
-            for name, role in names
+            WorkerId(name): self.make_worker(name, role, shapes[role], times[role]) for name, role in names
         }
         self.loops = {
             name: VirtualLoop(worker, self.clock, self.network, self._process_left)
@@ -227,6 +237,9 @@ class VirtualCluster:
             ),
             WaitingQueue(max_requests=self._max_queue, max_tokens=1 << 40),
             first_attempt=first_attempt_of_epoch(self._epoch),
+            targets=self._targets,
+            local_prefill=self._local_prefill,
+            refuse_late=self._refuse_late,
         )
         self.coordinator_up = True
         self._coordinator_timer = float("inf")
@@ -307,6 +320,7 @@ class VirtualCluster:
             for request_id in self.answers[message.id].group:
                 self._close(request_id, message.error)
                 self.answers[request_id].reason = message.reason
+                self.answers[request_id].retry_after_s = message.retry_after_s
         elif isinstance(message, RequestEnded):
             self.answers[message.id].reason = message.reason
             self._close(message.id, message.error)

@@ -24,14 +24,16 @@ FINGERPRINT = "virtual"
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step: base + per row + per token."""
+    """Seconds of one step: base + per row + per token, and per token of context before those."""
 
     base_s: float = 0.008
     row_s: float = 0.0005
     token_s: float = 0.0003
+    context_s: float = 0.0
 
     def seconds(self, batch: Batch) -> float:
-        return self.base_s + self.row_s * len(batch.rows) + self.token_s * batch.num_tokens
+        steps_s = self.base_s + self.row_s * len(batch.rows) + self.token_s * batch.num_tokens
+        return steps_s + self.context_s * sum(batch.starts) if self.context_s else steps_s
 
 
 @dataclass(frozen=True, slots=True)

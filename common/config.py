@@ -248,6 +248,19 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
     collocated: bool = flag(
         False, "no prefill pool is expected: decode workers compute prompts themselves", "scheduling"
     )
+    admission: Literal["forecast", "queue"] = flag(
+        "forecast",
+        "forecast: what is not likely to have its first token within its tier's ttft_ms is refused at once, 429 with "
+        "Retry-After; queue: only a full queue refuses",
+        "scheduling",
+    )
+    local_prefill: Literal["auto", "never"] = flag(
+        "never",
+        "auto: a decode worker computes a prompt itself where that is sooner than by way of a prefill worker (it is "
+        "short, or mostly cached, or prefill is behind) and its batch keeps its ITL targets; never: only without "
+        "prefill workers",
+        "scheduling",
+    )
     max_queue: int = flag(1024, "requests that may wait, over all tiers", "scheduling", ge=1)
     max_waiting_tokens: int = flag(
         1_000_000, "prompt tokens that may wait, over all tiers", "scheduling", ge=1

@@ -1,21 +1,44 @@
-"""Whether a group of requests may come in: refused at once are those that could never be served, or not now. Pure."""
+"""Whether a group of requests may come in: refused at once are those that could never be served, or not now. Pure.
+
+Not now: the queue is full, or the tier promises a first token within a time that the forecast does not hold. Such a
+one is told when it would be taken, if nobody else came meanwhile. Who fits waits up to the slack of its target. A
+request without a target is refused by no forecast.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from common.front_messages import Rejected
+from common.lifecycle import Life, Phase
 from common.request import Request
 from coordinator.dispatcher import Dispatcher
+from coordinator.forecast import Forecaster, limit_s
+from coordinator.placing import Placing
+from coordinator.prefixes import chain_of
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
+from coordinator.targets import NO_TARGETS
+from coordinator.tracker import Forecast, Tracked
 
 
 class Admission:
-    def __init__(self, registry: Registry, queue: WaitingQueue, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        queue: WaitingQueue,
+        dispatcher: Dispatcher,
+        placing: Placing,
+        forecaster: Forecaster,
+        *,
+        refuse_late: bool,
+    ) -> None:
         self._registry = registry
         self._queue = queue
         self._dispatcher = dispatcher
+        self._placing = placing
+        self._forecaster = forecaster
+        self._refuse_late = refuse_late
 
     def rejection(self, requests: Sequence[Request], *, draining: bool) -> Rejected | None:
         """None when the group may wait in the queue."""
@@ -42,3 +65,22 @@ class Admission:
             return no("BadRequest", never, code="too_many_choices")
         full = self._queue.full_for(len(requests), tokens, tier)
         return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
+
+    def forecast(self, request: Request, now: float) -> Forecast | None:
+        """Of the first token of one that came now. None where nothing was promised, or nobody can say."""
+        if self._placing.targets(request) == NO_TARGETS:
+            return None
+        tracked = Tracked(request, 0, Life(Phase.WAITING, now), None, chain=chain_of(request))
+        tracked.lane = self._queue.policy.lane(request)
+        self._placing.arrives(request, tracked.lane[0], now)
+        return None if self._placing.targets(request).ttft_s is None else self._forecaster.of(tracked, now)
+
+    def late(self, request: Request, forecast: Forecast) -> Rejected | None:
+        """None where that keeps its promise."""
+        targets = self._placing.targets(request)
+        within_s = limit_s(forecast, targets)
+        if not self._refuse_late or within_s is None or forecast.ttft_s <= within_s:
+            return None
+        promised = f"tier {request.tier} promises {targets.ttft_s:g} s"
+        why = f"its first token would take {forecast.ttft_s:.2f} s, {promised}"
+        return Rejected(request.request_id, "NotAdmitted", why, forecast.ttft_s - within_s)

@@ -17,6 +17,8 @@ from common.messages import Abort
 from common.request import RequestId, WorkerId
 from coordinator.dispatcher import Dispatcher
 from coordinator.lost_tokens import LostTokens
+from coordinator.placing import Placing
+from coordinator.prefixes import chain_of
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.tracker import Tracked, Tracker
@@ -35,6 +37,7 @@ class Attempts:
         queue: WaitingQueue,
         tracker: Tracker,
         dispatcher: Dispatcher,
+        placing: Placing,
         lost_tokens: LostTokens,
         counters: Counters,
         *,
@@ -46,6 +49,7 @@ class Attempts:
         self._queue = queue
         self._tracker = tracker
         self._dispatcher = dispatcher
+        self._placing = placing
         self._lost_tokens = lost_tokens
         self._counters = counters
         self._max_wait_s = max_wait_s
@@ -60,7 +64,8 @@ class Attempts:
     def prompt_done(self, tracked: Tracked, now: float) -> None:
         """The attempt's first token is out (whatever else was lost on the way)."""
         tracked.prompt_done = True
-        self._dispatcher.prompt_done(tracked)
+        self._dispatcher.prompt_done(tracked, now)
+        self._has_prompt(tracked, tracked.prefill or tracked.decode)
         if tracked.life.phase is Phase.QUEUED:
             tracked.life.move(Phase.PREFILLING, now)
         if tracked.life.phase is Phase.PREFILLING:
@@ -72,7 +77,8 @@ class Attempts:
         """The decode worker holds all of it now."""
         tracked.command = None
         tracked.handed_over = True
-        self._dispatcher.prompt_done(tracked)
+        self._dispatcher.prompt_done(tracked, now)
+        self._has_prompt(tracked, tracked.decode)
         self._prompt_found_at(tracked, now)
         if tracked.life.phase in _BEFORE_THE_BATCH:
             tracked.life.go(Phase.DECODE_READY, now)
@@ -105,6 +111,12 @@ class Attempts:
         if family is not None and not tracked.request.follows:
             family.prefill, family.decode = tracked.prefill, tracked.decode
             self._dispatcher.let_go(family, now)
+
+    def _has_prompt(self, tracked: Tracked, worker_id: WorkerId | None) -> None:
+        """What it computed or took over stays in its cache for a while."""
+        worker = None if worker_id is None else self._registry.get(worker_id)
+        if worker is not None:
+            self._placing.prefixes.computed(worker, tracked.chain)
 
     # ------------------------------------------------------------ what time does
 
@@ -252,11 +264,20 @@ class Attempts:
             self._queue.remove(tracked.id)
         self._dispatcher.release(tracked)
         tracked.life.move(phase, now)
-        if phase is Phase.FINISHED and tracked.family is not None:
-            tracked.family.moved_at = now
-            self._prompt_found_at(tracked, now)
+        if phase is Phase.FINISHED:
+            self._answered(tracked, now)
         self._tracker.end(tracked)
         return []
+
+    def _answered(self, tracked: Tracked, now: float) -> None:
+        request = tracked.request
+        self._placing.lengths.ended(request.tier, request.sampling.max_tokens, len(tracked.outputs))
+        worker = None if tracked.decode is None else self._registry.get(tracked.decode)
+        if worker is not None and tracked.outputs:  # a conversation goes on from the answer
+            self._placing.prefixes.computed(worker, chain_of(request, tracked.outputs[:-1]))
+        if tracked.family is not None:
+            tracked.family.moved_at = now
+            self._prompt_found_at(tracked, now)
 
 
 def _is_ahead(phase: Phase, of: Phase) -> bool:

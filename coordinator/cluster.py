@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from common.counters import Counters
-from common.effects import Effect, ToFront, ToWorker
+from common.effects import Effect, ToWorker
 from common.errors import told
-from common.front_messages import Admitted, CancelRequest, Progress, RequestFinished, StopRequest, Submit
+from common.front_messages import CancelRequest, Progress, RequestFinished, StopRequest, Submit
 from common.lifecycle import Phase
 from common.messages import (
     AboutRequest,
@@ -42,15 +43,20 @@ from common.messages import (
     Started,
     Stop,
 )
-from common.request import Attempt, Incarnation, Key, Request, RequestId, WorkerId
+from common.request import Attempt, Incarnation, Key, RequestId, WorkerId
 from coordinator.admission import Admission
 from coordinator.attempts import Attempts
 from coordinator.departures import Departures
 from coordinator.dispatcher import Dispatcher
+from coordinator.forecast import Forecaster
+from coordinator.intake import Intake
 from coordinator.lost_tokens import LostTokens
+from coordinator.placing import Placing
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, name_taken
-from coordinator.tracker import Family, Tracked, Tracker
+from coordinator.router import Router
+from coordinator.targets import Targets
+from coordinator.tracker import Tracked, Tracker
 
 
 class Cluster:
@@ -63,13 +69,26 @@ class Cluster:
         max_wait_s: float = 120.0,
         ask_again_s: float = 1.0,
         unheld_after_s: float = 2.5,
+        targets: Mapping[str, Targets] | None = None,
+        local_prefill: bool = False,
+        refuse_late: bool = True,
     ) -> None:
+        """`targets` of tiers, by name. `local_prefill`: decode workers may compute prompts beside prefill workers.
+        `refuse_late`: what is not likely to have its first token in time is refused at once."""
         self.registry = registry
         self.queue = queue
         self.tracker = Tracker()
         self.counters = Counters()
+        router = Router()
+        self._placing = Placing(registry, router, targets=targets or {}, local_prefill=local_prefill)
         self._dispatcher = Dispatcher(
-            registry, queue, self.tracker, first_attempt=first_attempt, ask_again_s=ask_again_s
+            registry,
+            queue,
+            self.tracker,
+            router,
+            self._placing,
+            first_attempt=first_attempt,
+            ask_again_s=ask_again_s,
         )
         self._lost_tokens = LostTokens(self.tracker, self.counters)
         self._attempts = Attempts(
@@ -77,6 +96,7 @@ class Cluster:
             queue,
             self.tracker,
             self._dispatcher,
+            self._placing,
             self._lost_tokens,
             self.counters,
             max_wait_s=max_wait_s,
@@ -86,7 +106,11 @@ class Cluster:
         self.notices: deque[str] = deque(maxlen=256)
         """For the log of whoever drives this; to be cleared by it."""
         self.departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
-        self._admission = Admission(registry, queue, self._dispatcher)
+        self._forecaster = Forecaster(queue, self.tracker, router, self._placing)
+        admission = Admission(
+            registry, queue, self._dispatcher, self._placing, self._forecaster, refuse_late=refuse_late
+        )
+        self._intake = Intake(admission, self.tracker, self._dispatcher, self._attempts, self.counters)
         self._max_wait_s = max_wait_s
         self._ask_again_s = ask_again_s
         self._next_look = 0.0
@@ -96,31 +120,8 @@ class Cluster:
 
     def submit(self, message: Submit, now: float) -> list[Effect]:
         """Admits a group of requests into the queue or rejects it at once, whole."""
-        main = message.requests[0]
-        rejection = self._admission.rejection(message.requests, draining=self.draining)
-        if rejection is not None:
-            self.counters.add("requests_rejected_total", reason=rejection.error)
-            return [ToFront(main.front, rejection)]
-        deadline = None if message.deadline_s is None else now + message.deadline_s
-        for request in message.requests:
-            self._admit(request, deadline, now)
-        first = self.tracker.get(main.request_id)
-        assert first is not None
-        first.choices = tuple(request.request_id for request in message.requests[1:])
-        return [ToFront(main.front, Admitted(main.request_id)), *self._dispatcher.give_out(now)]
-
-    def _admit(self, request: Request, deadline: float | None, now: float) -> None:
-        assert self.tracker.get(request.request_id) is None, "request ids are minted once"
-        leader = self.tracker.get(RequestId(request.leader)) if request.follows else None
-        if leader is not None and leader.family is not None:  # its first token is not the request's first
-            tracked = self.tracker.new(request, None, now)
-            self._dispatcher.hold(tracked, leader.family, now)
-            self._attempts.waits(tracked, now)
-            return
-        tracked = self.tracker.new(request, deadline, now)
-        tracked.family = Family(moved_at=now) if request.leader else None
-        self._dispatcher.enqueue(tracked, now)
-        self._attempts.waits(tracked, now)
+        said = self._intake.submit(message, now, draining=self.draining)
+        return said + self._dispatcher.give_out(now)
 
     def from_front(self, message: Message, now: float) -> list[Effect]:
         """What the front saw or its client did; whoever waits gets the room that this makes."""
@@ -148,8 +149,12 @@ class Cluster:
             try:
                 assert first == len(tracked.outputs)
                 if not tracked.prompt_done:
+                    if not first:
+                        self._first_token(tracked, now)
                     self._attempts.prompt_done(tracked, now)
                 elif tracked.life.phase is not Phase.DECODING:
+                    if first == 1 and tracked.prefill is not None:
+                        self._placing.gaps.add(now - tracked.first_token_at)
                     self._attempts.token_came(tracked, now)
             except Exception as error:
                 effects += self._fault(tracked.key, error, now)
@@ -163,6 +168,10 @@ class Cluster:
             if tracked is not None:
                 effects += self._attempts.again(tracked, "tokens were lost on the way to the front", now)
         return effects
+
+    def _first_token(self, tracked: Tracked, now: float) -> None:
+        tracked.first_token_at = now
+        self._forecaster.came(tracked, now)
 
     def _finished(self, request_id: RequestId, now: float) -> list[Effect]:
         tracked = self.tracker.get(request_id)

@@ -4,8 +4,8 @@ The rule of the queue: in order, and one without room lets a few behind it pass,
 idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. One that no worker that is left
 could hold is passed by all: room made for it would be of no use. So is a prompt longer than a step while every worker
 has such a one to compute: who passes it takes nothing of what it waits for (see `router.py`), and it is next when that
-one is done. A dispatch is a command, said again by the cluster
-until a worker has answered it.
+one is done. One that was promised its first token within a time is passed by nobody else: what was forecast for it is
+what is before it. A dispatch is a command, said again by the cluster until a worker has answered it.
 
 Why no deadlock: a request waits here before it counts at any worker, and is given to both of a pair at once or to
 none; a follower is held only for its leader, which is never held. Shares are given back when a prompt is computed, when
@@ -24,6 +24,7 @@ from common.messages import Decode, Message, Prefill, Rebind
 from common.request import Attempt, Request, pack_ids
 from common.shares import IN_COST, OUT_COST
 from coordinator.lanes import Entry, Rank
+from coordinator.placing import Placing
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
@@ -35,11 +36,6 @@ MAX_BLOCKED = 8  # … as long as no more than these found no room
 MAX_LONG_PASSED = 256  # of prompts that wait for another long one to be done, in one go
 
 
-def blocks_of(tokens: int, block_size: int) -> int:
-    """What so many new tokens take of a decode worker: they may begin and end inside a block, and grow by one."""
-    return tokens // block_size + 2
-
-
 class Dispatcher:
     """`room_made`: since the queue was last walked; nothing else makes walking it worth while."""
 
@@ -48,6 +44,8 @@ class Dispatcher:
         registry: Registry,
         queue: WaitingQueue,
         tracker: Tracker,
+        router: Router,
+        placing: Placing,
         *,
         first_attempt: Attempt,
         ask_again_s: float,
@@ -55,7 +53,8 @@ class Dispatcher:
         self._registry = registry
         self._queue = queue
         self._tracker = tracker
-        self._router = Router()
+        self._router = router
+        self._placing = placing
         self._attempt = first_attempt
         self._ask_again_s = ask_again_s
         self.room_made = True
@@ -131,14 +130,14 @@ class Dispatcher:
         for rank, entry in entries:
             tracked = self._tracker.get(entry.id)
             assert tracked is not None
-            pair = self._pick(tracked)
+            pair = self._placing.pick(tracked, now)
             if pair is None:
                 passed.append(tracked)
                 if len(passed) > MAX_BLOCKED:
                     self._wall = rank
                     break
                 continue
-            if any(blocked.passes >= MAX_PASSES for blocked in passed):
+            if not all(map(_may_be_passed, passed)):
                 break
             self._queue.give_out(entry, now)
             effects += self._dispatch(tracked, *pair, now)
@@ -150,10 +149,11 @@ class Dispatcher:
     def _wanted(self) -> Callable[[Entry], bool]:
         """Whether an entry could be given out when room is made, as far as the workers that are left go."""
         deciders = self._registry.usable("decode")
-        prefillers = self._registry.usable("prefill") or deciders
         room = max((worker.longest_tokens for worker in deciders), default=0)
-        step_tokens = max((worker.card.max_num_batched_tokens for worker in prefillers), default=0)
-        taken_class = max(map(self._router.first_long_class, prefillers), default=float("inf"))
+        computers = self._registry.usable("prefill") or deciders
+        computers = computers + [w for w in deciders if w not in computers and self._placing.may_be_local(w)]
+        step_tokens = max((worker.card.max_num_batched_tokens for worker in computers), default=0)
+        taken_class = max(map(self._router.first_long_class, computers), default=float("inf"))
         passed = 0
 
         def wanted(entry: Entry) -> bool:
@@ -179,14 +179,12 @@ class Dispatcher:
     def rebind(self, tracked: Tracked, now: float) -> list[Effect] | None:
         """Another decode worker for a prompt that its prefill worker still holds; None when there is no other."""
         lost = tracked.decode
-        target = self._router.pick_decode(
-            self._deciders(tracked), blocks_of(tracked.tokens, tracked.block_size), tracked.avoid
-        )
+        target = self._placing.pick_other(tracked, now)
         if target is None or target.id == lost or tracked.prefill is None:
             return None
         self.room_made = True
         self._router.release(tracked.id, None, lost)
-        self._router.assign(tracked.id, None, target.id, 0, self._blocks(tracked, target))
+        self._router.assign(tracked.id, None, target.id, self._placing.share(tracked, None, target), now)
         tracked.decode = tracked.tries[-1].decode = target.id
         tracked.seen_at = now
         address = target.card.address
@@ -195,10 +193,10 @@ class Dispatcher:
             return self.command(tracked, Prefill(*tracked.key, _as_sent(tracked, now), outputs, address), now)
         return self.command(tracked, Rebind(*tracked.key, address), now)
 
-    def prompt_done(self, tracked: Tracked) -> None:
+    def prompt_done(self, tracked: Tracked, now: float) -> None:
         """Its prompt is computed: it is no longer ahead of anybody."""
         self.room_made = True
-        self._router.prefilled(tracked.id, tracked.prefill or tracked.decode)
+        self._router.computed(tracked.id, tracked.prefill or tracked.decode, now)
 
     def release(self, tracked: Tracked) -> None:
         """It takes no share of its workers any more."""
@@ -215,56 +213,6 @@ class Dispatcher:
 
     # ------------------------------------------------------------ inside
 
-    def _deciders(self, tracked: Tracked) -> list[Worker]:
-        longest = tracked.request.max_total_tokens
-        return [w for w in self._registry.usable("decode") if w.longest_tokens >= longest]
-
-    def _pick(self, tracked: Tracked) -> tuple[Worker | None, Worker] | None:
-        """The pair of workers for it. The decode worker does both where there is no prefill worker that has not failed
-        this request: often it was the way between the two, and it would fail again."""
-        deciders = self._deciders(tracked)
-        prefillers = [
-            w
-            for w in self._registry.usable("prefill")
-            if w.longest_tokens >= tracked.tokens and w.id not in tracked.avoid
-        ]
-        if not deciders:
-            return None
-        if not prefillers:
-            local = self._pick_prefill(tracked, deciders)
-            if local is None or self._pick_decode(tracked, [local]) is None:
-                return None
-            return None, local
-        decode = self._pick_decode(tracked, deciders)
-        prefill = self._pick_prefill(tracked, prefillers)
-        return None if decode is None or prefill is None else (prefill, decode)
-
-    def _pick_prefill(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
-        for worker in self._near(tracked, workers):
-            tokens = tracked.to_compute(worker.id, worker.card.block_size)
-            if self._router.pick_prefill([worker], tokens, (), tracked.lane[0]) is not None:
-                return worker
-        return self._router.pick_prefill(workers, tracked.tokens, tracked.avoid, tracked.lane[0])
-
-    def _pick_decode(self, tracked: Tracked, workers: list[Worker]) -> Worker | None:
-        for worker in self._near(tracked, workers):
-            if self._router.pick_decode([worker], self._blocks(tracked, worker), ()) is not None:
-                return worker
-        blocks = blocks_of(tracked.tokens, workers[0].card.block_size)
-        return self._router.pick_decode(workers, blocks, tracked.avoid)
-
-    def _near(self, tracked: Tracked, workers: list[Worker]) -> list[Worker]:
-        """The one among them where a follower finds its prompt's KV, if nothing speaks against it."""
-        family = tracked.family
-        if family is None or not tracked.request.follows:
-            return []
-        has_it = (family.prefill, family.decode)
-        return [w for w in workers if w.id in has_it and w.id not in tracked.avoid]
-
-    def _blocks(self, tracked: Tracked, worker: Worker) -> int:
-        block_size = worker.card.block_size
-        return blocks_of(tracked.to_compute(worker.id, block_size), block_size)
-
     def _dispatch(self, tracked: Tracked, prefill: Worker | None, decode: Worker, now: float) -> list[Effect]:
         self._attempt = Attempt(self._attempt + 1)
         tracked.attempt = self._attempt
@@ -279,13 +227,16 @@ class Dispatcher:
         tracked.life.move(Phase.QUEUED, now)
         self._tracker.goes_out(tracked)
         computer = prefill or decode
-        tokens = tracked.to_compute(computer.id, tracked.block_size)
-        blocks = self._blocks(tracked, decode)
-        self._router.assign(tracked.id, computer.id, decode.id, tokens, blocks, tracked.lane[0])
+        share = self._placing.share(tracked, prefill, decode)
+        self._router.assign(tracked.id, computer.id, decode.id, share, now)
         outputs, request = pack_ids(tracked.outputs), _as_sent(tracked, now)
         if prefill is None:
             return self.command(tracked, Decode(*tracked.key, request, outputs), now)
         return self.command(tracked, Prefill(*tracked.key, request, outputs, decode.card.address), now)
+
+
+def _may_be_passed(tracked: Tracked) -> bool:
+    return tracked.forecast is None and tracked.passes < MAX_PASSES
 
 
 def _as_sent(tracked: Tracked, now: float) -> Request:

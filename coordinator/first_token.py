@@ -9,23 +9,14 @@ beyond the TTFT target. Without `itl_ms` nothing is ever held.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-RECENT = 64
-ENOUGH = 8  # gaps that must be known before one is called usual
+from coordinator.recent_gaps import RecentGaps
+from coordinator.targets import Targets
+
 SHARE = 0.97  # of recent gaps that are to keep the target
 CAUTION = 0.9  # of a target is aimed at
 LEAST_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Of one tier, in seconds; None: no promise."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
 
 
 class FirstTokenPacing:
@@ -33,18 +24,18 @@ class FirstTokenPacing:
 
     def __init__(self, tiers: Mapping[str, Targets]) -> None:
         self._tiers = dict(tiers)
-        self._gaps_s: deque[float] = deque(maxlen=RECENT)
+        self._gaps = RecentGaps()
 
     def observed(self, gap_s: float) -> None:
         """From a first token to the second, as they came to the front, whatever was held."""
-        self._gaps_s.append(gap_s)
+        self._gaps.add(gap_s)
 
     def hold_s(self, tier: str, waited_s: float) -> float:
         """For a first token that came `waited_s` after its request."""
         targets = self._tiers.get(tier)
-        if targets is None or targets.itl_s is None or len(self._gaps_s) < ENOUGH:
+        usual_s = self._gaps.usual_s(SHARE)
+        if targets is None or targets.itl_s is None or usual_s is None:
             return 0.0
-        usual_s = sorted(self._gaps_s)[int(SHARE * (len(self._gaps_s) - 1))]
         hold_s = min(usual_s - CAUTION * targets.itl_s, targets.itl_s)
         if targets.ttft_s is not None:
             hold_s = min(hold_s, CAUTION * targets.ttft_s - waited_s)

@@ -19,6 +19,7 @@ from common.request import RequestId
 from common.shares import Shares
 
 _SPARE_RECORDS = 64
+LEVELLED = 64
 
 Rank = tuple[int, float, Place]
 """Class, what its lane's counter comes to before it, place: who is served first has the least."""
@@ -43,9 +44,24 @@ _Record = tuple[int, float, Place, Lane]
 
 
 @dataclass(slots=True)
+class _Total:
+    """Of a lane, or of all of a class."""
+
+    requests: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    def count(self, entry: Entry, sign: int) -> None:
+        self.requests += sign
+        self.tokens += sign * entry.tokens
+        self.cost += sign * entry.cost
+
+
+@dataclass(slots=True)
 class _Line:
     entries: list[Entry] = field(default_factory=list)
     record: _Record | None = None  # the one of this lane in the heap that counts
+    total: _Total = field(default_factory=_Total)
 
 
 def _place(entry: Entry) -> Place:
@@ -58,6 +74,7 @@ class Lanes:
         self._lines: dict[Lane, _Line] = {}
         self._heaps: dict[int, list[_Record]] = {}  # by class
         self._classes: list[int] = []  # those with a heap, in order
+        self._totals: dict[int, _Total] = {}  # by class
 
     def push(self, entry: Entry) -> None:
         line = self._lines.get(entry.lane)
@@ -69,11 +86,15 @@ class Lanes:
                 insort(self._classes, number)
                 self._heaps[number] = []
         insort(line.entries, entry, key=_place)
+        for total in (line.total, self._totals.setdefault(entry.lane[0], _Total())):
+            total.count(entry, 1)
         if line.entries[0] is entry:
             self._put_in(entry.lane, line)
 
     def remove(self, entry: Entry) -> None:
         line = self._lines[entry.lane]
+        for total in (line.total, self._totals[entry.lane[0]]):
+            total.count(entry, -1)
         # Places are unique (an arrival is), so this is exact; most often it is the first.
         del line.entries[bisect_left(line.entries, entry.place, key=_place)]
         if not line.entries:
@@ -86,6 +107,35 @@ class Lanes:
         where it is enough, with nothing pushed or removed meanwhile."""
         for number in list(self._classes):
             yield from self._of_class(number, wanted)
+
+    def before(self, lane: Lane) -> tuple[float, float]:
+        """Requests and prompt tokens that are served before one that comes to `lane` now, as things stand: those of
+        better classes and of its own lane, and of every other one of its class what brings it level. More than
+        LEVELLED lanes are taken to be alike."""
+        own = self._lines[lane].total if lane in self._lines else _Total()
+        least = self._least_counter(lane[0]) or 0.0
+        level = max(self.shares.counter(lane), least) + own.cost
+        better = [total for number, total in self._totals.items() if number < lane[0]]
+        requests = float(own.requests + sum(total.requests for total in better))
+        tokens = float(own.tokens + sum(total.tokens for total in better))
+        for total, counter, alike in self._others(lane, own, least):
+            served = min(1.0, alike * max(0.0, level - counter) / total.cost) if total.cost > 0 else 1.0
+            requests += served * total.requests
+            tokens += served * total.tokens
+        return requests, tokens
+
+    def _others(self, lane: Lane, own: _Total, least: float) -> list[tuple[_Total, float, int]]:
+        """Lanes of its class, each with its counter, or all of them together."""
+        if len(self._lines) <= LEVELLED:
+            others = [
+                (other, line) for other, line in self._lines.items() if other[0] == lane[0] and other != lane
+            ]
+            return [(line.total, self.shares.counter(other), 1) for other, line in others]
+        of_class = self._totals.get(lane[0], own)
+        rest = _Total(
+            of_class.requests - own.requests, of_class.tokens - own.tokens, of_class.cost - own.cost
+        )
+        return [(rest, least, len(self._lines))] if rest.requests else []
 
     def rank(self, entry: Entry, within: int) -> Rank | None:
         """Where it stands, None where more than `within` of its lane stand before it."""
@@ -168,4 +218,5 @@ class Lanes:
     def _drop_empty(self, number: int) -> None:
         if self._first(number) is None:
             del self._heaps[number]
+            del self._totals[number]
             del self._classes[bisect_left(self._classes, number)]

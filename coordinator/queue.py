@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from itertools import islice
 
-from common.ordering import AGEING_S, Fair, Policy
+from common.ordering import AGEING_S, Fair, Lane, Policy
 from common.request import RequestId
 from common.shares import Shares
 from coordinator.lanes import Entry, Lanes, Rank
@@ -141,6 +141,10 @@ class WaitingQueue:
                 return list(islice(order, count))
             before_all: Rank = (aged.lane[0], float("-inf"), aged.place)
             return [(before_all, aged), *islice(order, count - 1)]
+
+    def ahead_of(self, lane: Lane) -> tuple[float, float]:
+        """Requests and prompt tokens that are served before one that comes to `lane` now, as things stand."""
+        return self._lanes.before(lane)
 
     def rank(self, entry: Entry, within: int) -> Rank | None:
         """Where it stands, None where more than `within` of its lane stand before it."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import uvicorn
 import uvloop
 
-from common.config import CoordinatorSettings, Tier
+from common.config import CoordinatorSettings
 from common.endpoints import Endpoint, parse_endpoint
 from common.logs import set_up_logging
 from common.long_lived import keep_out_of_collections
@@ -27,13 +27,14 @@ from coordinator.door.front_door import tenant_of
 from coordinator.door.http_server import listen, make_server, within_open_files
 from coordinator.door.limits import Limits
 from coordinator.door.tls import server_context
-from coordinator.first_token import FirstTokenPacing, Targets
+from coordinator.first_token import FirstTokenPacing
 from coordinator.http_api import create_app
 from coordinator.metrics import Metrics
 from coordinator.model_folder import local_folder
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.structured_output import StructuredOutput
+from coordinator.targets import targets_of
 from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from transfer.cluster_key import ClusterKey
@@ -84,12 +85,16 @@ async def _serve(
         policy=POLICIES[settings.scheduling_policy],
         tier_limits={name: tier.max_queue for name, tier in tiers.items() if tier.max_queue is not None},
     )
+    targets = {name: targets_of(tier) for name, tier in tiers.items()}
     cluster = Cluster(
         registry,
         queue,
         first_attempt=first_attempt_of_epoch(int(time.time())),
         max_wait_s=settings.queue_timeout,
         unheld_after_s=5 * settings.heartbeat_interval,
+        targets=targets,
+        local_prefill=settings.local_prefill == "auto",
+        refuse_late=settings.admission == "forecast",
     )
     plane = ControlPlane(
         cluster,
@@ -111,7 +116,7 @@ async def _serve(
         tiers=Tiers(
             tiers, {tenant_of(key): name for name, tier in tiers.items() for key in tier.api_key_file}
         ),
-        pacing=FirstTokenPacing({name: _targets(tier) for name, tier in tiers.items()}),
+        pacing=FirstTokenPacing(targets),
         seed=settings.seed,
         api_keys=settings.api_keys,
         front=FRONT,
@@ -138,11 +143,6 @@ def _limits(settings: CoordinatorSettings) -> Limits:
         body_timeout_s=settings.body_timeout,
         write_timeout_s=settings.write_timeout,
     )
-
-
-def _targets(tier: Tier) -> Targets:
-    seconds = [None if target is None else target / 1e3 for target in (tier.ttft_ms, tier.itl_ms)]
-    return Targets(*seconds)
 
 
 def _cors(settings: CoordinatorSettings) -> Cors:

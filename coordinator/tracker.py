@@ -9,11 +9,23 @@ from common.lifecycle import Life, Phase
 from common.messages import Ended, Message, Tokens
 from common.ordering import Lane, due_at
 from common.request import Attempt, Key, Request, RequestId, WorkerId
+from coordinator.prefixes import Chain, chain_of
 
 RECENT_LIMIT = 1024
 """Ended requests whose timeline is kept."""
 TRIES_KEPT = 32
 NO_ATTEMPT = Attempt(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds from now to the first token, from there to the second, and what the first would take with nobody ahead.
+    `plain_s`: the first, before it was corrected by how such forecasts did of late."""
+
+    ttft_s: float
+    plain_s: float
+    gap_s: float
+    alone_s: float
 
 
 @dataclass(slots=True)
@@ -69,6 +81,10 @@ class Tracked:
     last_fault: str = ""
     tries: list[Try] = field(default_factory=list)
     family: Family | None = None
+    chain: Chain = ()  # hashes of its prompt's beginning
+    submitted_at: float = 0.0
+    forecast: Forecast | None = None  # of its first token, until that comes
+    first_token_at: float = 0.0
     choices: tuple[RequestId, ...] = ()  # of the first of a group: those that came with it
     prompt_tokens: int = 0  # of an ended one, like the next: its ids are gone
     output_tokens: int = 0
@@ -126,6 +142,7 @@ class Tracker:
         due = due_at(request, now)
         due = due if deadline is None else min(due, deadline)
         tracked = Tracked(request, self._arrivals, Life(Phase.WAITING, now), deadline, due, seen_at=now)
+        tracked.chain, tracked.submitted_at = chain_of(request), now
         self._live[tracked.id] = tracked
         return tracked
 

@@ -14,6 +14,7 @@ from bench.virtual_cluster import FRONT, VirtualCluster
 from bench.virtual_model import continuation
 from bench.virtual_worker import Shape
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids
+from coordinator.placing import Placing
 from coordinator.router import Router
 
 POOL = 40  # blocks, of 16 tokens
@@ -27,8 +28,8 @@ def given_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The coordinator keeps account of what workers have room for; what they do must not hang upon that, so each
     test also runs with all of it given out at once."""
     if request.param == "at once":
-        monkeypatch.setattr(Router, "_may_prefill", lambda *_: True)
-        monkeypatch.setattr(Router, "_may_decode", lambda *_: True)
+        monkeypatch.setattr(Router, "may_prefill", lambda *_: True)
+        monkeypatch.setattr(Placing, "rows_free", lambda *_: 1)
 
 
 class Pools:

@@ -23,7 +23,7 @@ DECODE_BLOCKS = 96
 PREFILL_BLOCKS = 128
 READY_LIMIT_S = 180.0  # five processes load at once, on a machine that others may use too
 SETTLE_S = 2.0
-_COORDINATOR_FLAGS = ("--worker-timeout=3", "--shutdown-timeout=10")
+_COORDINATOR_FLAGS = ("--worker-timeout=3", "--shutdown-timeout=10", "--local-prefill=never")
 _WAY_FDS = {"tcp": 8, "shm": 9}
 """Of a prefill worker to each decode worker: two connections, what wakes the readers of two sockets and of who watches
 them, and the door to its memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from common.effects import Effect, ToFront, ToWorker
 from common.front_messages import Progress, Submit
 from common.messages import (
@@ -27,9 +29,11 @@ from common.request import (
     first_attempt_of_epoch,
     pack_ids,
 )
+from common.step_times import Coefficients
 from coordinator.cluster import Cluster
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
+from coordinator.targets import Targets
 
 FRONT = FrontId("front")
 FINGERPRINT = {"dtype": "bfloat16", "tokenizer": "t"}
@@ -72,10 +76,14 @@ def card(
 
 
 def heartbeat(
-    *live: tuple[Key, str], draining: bool = False, progress_age_s: float = 0.0, **counters: float
+    *live: tuple[Key, str],
+    draining: bool = False,
+    progress_age_s: float = 0.0,
+    step_model: Coefficients | tuple[()] = (),
+    **counters: float,
 ) -> Heartbeat:
     return Heartbeat(
-        load=Load(0, 0, 0, 0, 0, 0, 0.0),
+        load=Load(0, 0, 0, 0, 0, 0, 0.0, step_model),
         progress_age_s=progress_age_s,
         live=tuple((key[0], key[1], phase) for key, phase in live),
         last_seq={},
@@ -85,13 +93,22 @@ def heartbeat(
     )
 
 
-def request(name: str, tokens: int = 20, max_tokens: int = 5, *, priority: int = 0) -> Request:
+def request(
+    name: str,
+    tokens: int = 20,
+    max_tokens: int = 5,
+    *,
+    priority: int = 0,
+    tier: str = "default",
+    first_id: int = 0,
+) -> Request:
     return Request(
         RequestId(name),
-        pack_ids(range(tokens)),
+        pack_ids(range(first_id, first_id + tokens)),
         SamplingParams(max_tokens=max_tokens),
         FRONT,
         priority=priority,
+        tier=tier,
     )
 
 
@@ -99,7 +116,13 @@ class ClusterBench:
     """`told` is everything said to workers, `fronts` everything said to the front, in order."""
 
     def __init__(
-        self, *names: str, epoch: int = 1, max_requests: int = 100, max_tokens: int = 10_000
+        self,
+        *names: str,
+        epoch: int = 1,
+        max_requests: int = 100,
+        max_tokens: int = 10_000,
+        targets: Mapping[str, Targets] | None = None,
+        local_prefill: bool = False,
     ) -> None:
         self.now = 0.0
         self.told: list[tuple[str, Message]] = []
@@ -108,6 +131,8 @@ class ClusterBench:
             Registry(tokenizer_hash="t", fronts={FRONT: "f"}),
             WaitingQueue(max_requests=max_requests, max_tokens=max_tokens),
             first_attempt=first_attempt_of_epoch(epoch),
+            targets=targets,
+            local_prefill=local_prefill,
         )
         self.incarnations: dict[str, int] = {}
         for name in names:

@@ -36,7 +36,8 @@ from common.messages import (
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
-from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES, Dispatcher
+from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES
+from coordinator.placing import Placing
 from coordinator.tracker import Tracked
 from tests.coordinator.cluster_bench import ClusterBench, address, card, heartbeat, request
 
@@ -209,7 +210,7 @@ def test_BR_067_a_long_prompt_that_waits_for_another_is_passed_by_short_ones_alo
     bench = ClusterBench("p0", "d0")
     first, _, _ = bench.dispatched("first", 200)
     for number in range(MAX_BLOCKED + 5):
-        assert bench.submit(request(f"long{number}", 100)) == []
+        assert bench.submit(request(f"long{number}", 100, first_id=1000 + 100 * number)) == []
     for number in range(MAX_PASSES + 5):
         assert kinds(bench.submit(request(f"s{number}", 10))) == [("p0", "Prefill")]
         bench.front(RequestFinished(RequestId(f"s{number}"), "stop"))
@@ -253,13 +254,13 @@ def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: py
     for number in range(MAX_BLOCKED + 2):
         assert bench.submit(request(f"r{number}")) == []
     looked_for: list[RequestId] = []
-    pick = Dispatcher._pick
+    pick = Placing.pick
 
-    def noted(self: Dispatcher, tracked: Tracked) -> Any:
+    def noted(self: Placing, tracked: Tracked, now: float) -> Any:
         looked_for.append(tracked.id)
-        return pick(self, tracked)
+        return pick(self, tracked, now)
 
-    monkeypatch.setattr(Dispatcher, "_pick", noted)
+    monkeypatch.setattr(Placing, "pick", noted)
     bench.submit(request("behind"))
     assert looked_for == []
     bench.submit(replace(request("before"), deadline_s=9.0))

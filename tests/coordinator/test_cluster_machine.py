@@ -376,12 +376,13 @@ class ClusterMachine(RuleBasedStateMachine):
         """What is counted of workers is of requests that are with them; a lost one holds nothing that goes on."""
         router, registry = self.cluster._dispatcher._router, self.cluster.registry
         holders = {(t.id, worker) for t in self.cluster.tracker.dispatched() for worker in t.holders}
-        for worker, prompts in router._prefill.items():
-            assert {(request_id, worker) for request_id in prompts.by_request} <= holders
-            assert prompts.total == sum(tokens for tokens, _ in prompts.by_request.values())
-        for worker, shares in router._decode.items():
-            assert {(request_id, worker) for request_id in shares.by_request} <= holders
-            assert shares.total == sum(shares.by_request.values())
+        for worker, prompts in router._prompts.items():
+            assert {(request_id, worker) for request_id in prompts._by_request} <= holders
+            assert prompts.tokens == sum(share.tokens for share in prompts._by_request.values())
+        for worker, rows in router._rows.items():
+            assert {(request_id, worker) for request_id in rows._by_request} <= holders
+            assert rows.blocks == sum(share.blocks for share in rows._by_request.values())
+            assert rows.context == sum(share.context for share in rows._by_request.values())
         for tracked in self.cluster.tracker.dispatched():
             needed = tracked.decode if tracked.handed_over else tracked.holders[0]
             assert needed is not None

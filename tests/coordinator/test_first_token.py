@@ -12,10 +12,12 @@ from hypothesis import given, strategies as st
 
 from common.config import Tier
 from common.request import RequestId
-from coordinator.first_token import ENOUGH, FirstTokenPacing, Targets
+from coordinator.first_token import FirstTokenPacing
 from coordinator.front import Delta
 from coordinator.http_api import create_app
+from coordinator.recent_gaps import ENOUGH
 from coordinator.streams import MailboxStream
+from coordinator.targets import Targets
 from coordinator.tiers import Tiers
 from coordinator.tokenizer import Tokenizer
 from tests.coordinator.in_process import post

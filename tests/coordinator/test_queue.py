@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from common.ordering import AGEING_S, POLICIES, PolicyName
 from common.request import FrontId, Request, RequestId, SamplingParams
 from common.shares import OUT_COST
-from coordinator.lanes import Entry
+from coordinator.lanes import LEVELLED, Entry
 from coordinator.queue import WaitingQueue
 
 ROOM = 10_000
@@ -267,3 +267,25 @@ def test_against_a_list(steps: list[Step], policy: PolicyName) -> None:
             queue.shares.charge(one.lane, OUT_COST * tokens)
         assert ahead(queue) == by_the_book(model, queue) and len(queue) == len(model)
         assert queue.tokens == sum(other.tokens for other in model.values())
+
+
+def test_what_is_served_before_one_that_comes() -> None:
+    """1 its own lane and better classes  2 of another lane what brings it level  3 many lanes, as if all were alike."""
+    queue = queue_of("fair", 10_000, 1_000_000)
+    for arrival in range(8):
+        queue.push(entry(arrival, 1, 100, policy="fair", tenant="flood"))
+    queue.push(entry(8, 0, 30, policy="fair", tenant="better"))
+    queue.push(entry(9, 2, 70, policy="fair", tenant="worse"))
+    flood, light = (entry(10, 1, 0, policy="fair", tenant=tenant).lane for tenant in ("flood", "light"))
+    assert queue.ahead_of(flood) == (9, 830)
+    assert queue.ahead_of(light) == (1, 30), "who has had nothing is next of its class"
+    queue.push(entry(11, 1, 200, policy="fair", tenant="light"))
+    assert queue.ahead_of(light) == (1 + 1 + 2, 30 + 200 + 200)
+    for arrival in range(12, 12 + 2 * LEVELLED):
+        queue.push(entry(arrival, 1, 100, policy="fair", tenant=f"t{arrival}"))
+    requests, tokens = queue.ahead_of(light)
+    assert requests == pytest.approx(2 + 2 * LEVELLED + 8, rel=0.1)
+    assert tokens == pytest.approx(100 * requests, rel=0.1)
+    for request_id in [RequestId(f"r{arrival}") for arrival in range(200)]:
+        queue.remove(request_id)
+    assert queue.ahead_of(light) == (0, 0)

@@ -99,6 +99,12 @@ class Api:
         return time.monotonic() - started
 
 
+def _by_pairs(flags: Sequence[str]) -> Sequence[str]:
+    """Every prompt goes by way of the prefill pool where there is one, as tests of transfers want it, unless `flags`
+    say otherwise."""
+    return flags if "--local-prefill" in flags else ("--local-prefill", "never", *flags)
+
+
 class Service(Api):
     """Started and ready when made. `stop` asserts a clean end."""
 
@@ -109,7 +115,7 @@ class Service(Api):
         started = time.monotonic()
         with log.open("wb") as out:
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", "coordinator.cli", "serve", "--port", "0", *flags],
+                [sys.executable, "-m", "coordinator.cli", "serve", "--port", "0", *_by_pairs(flags)],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -56,7 +56,7 @@ class Split(Api):
         worker = [keyed, f"--coordinator=tcp://{HOSTS[0]}:{CONTROL}", "--threads=1", "--num-kv-blocks=160"]
         self._commands = {
             "coordinator": ["coordinator", keyed, f"--control=tcp://0.0.0.0:{CONTROL}",
-                            f"--tokens-port={TOKENS}", "--worker-timeout=3"],
+                            f"--tokens-port={TOKENS}", "--worker-timeout=3", "--local-prefill=never"],
             "decode-0": ["decode_node", *worker, "--worker-id=decode-0", f"--advertise={HOSTS[0]}:{DECODE}"],
             "prefill-0": ["prefill_node", *worker, "--worker-id=prefill-0", f"--bind=0.0.0.0:{PREFILL}"],
         }  # fmt: skip

@@ -1,0 +1,329 @@
+"""Which pair of workers gets a request, or which decode worker alone. Pure.
+
+Of the prefill workers with room the one that should have its first token soonest, what it finds in its cache counted;
+of the decode workers the one with the least of its batch taken, where a whole prompt in the cache weighs as much as
+AFFINITY of a batch. Who is lost or drains, or has no room, is never asked, whatever it has in its cache.
+
+A decode worker has room while its batch has rows and blocks, and while one more row keeps the tightest ITL target of
+those that stand there, unless a row alone would miss that too: then it binds nobody. A class that is worse than one
+with targets that was asked for of late leaves HEADROOM of each batch free for that one, and keeps its ITL target as
+if it stood there already: who is promised little fills what is left, and who is promised much finds a place.
+
+Conditional disaggregation. A decode worker computes a prompt itself where its second token should be there sooner
+than by way of a prefill worker, by a tenth at least, so that near equal ways do not take turns: a prompt that is
+short or mostly in its cache (the transfer would take longer), or any other while prefill is behind and the decode
+batch has time to spare within its ITL target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.request import Request
+from coordinator.answer_lengths import AnswerLengths
+from coordinator.prefixes import Prefixes
+from coordinator.recent_gaps import RecentGaps
+from coordinator.registry import Registry, Worker
+from coordinator.router import Router, Share, least
+from coordinator.step_costs import (
+    LEAST_CHUNK,
+    gap_seconds,
+    local_chunk,
+    prompt_seconds,
+    rows_within,
+    share_seconds,
+)
+from coordinator.targets import NO_TARGETS, Targets
+from coordinator.tracker import Tracked
+
+AFFINITY = 0.25
+HEADROOM = 1 / 8
+GUESTS_FOR_S = 60.0
+MOST_GUESTS = 64
+LOCAL_GAIN = 0.9
+GAP_STEPS = 1.5
+"""Steps from first to second token by way of a prefill worker, while nothing is known of it: half of one that runs,
+one, and the transfer beside it."""
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """What so many new tokens take of a decode worker: they may begin and end inside a block, and grow by one."""
+    return tokens // block_size + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """How a decode worker would compute prompts beside its batch."""
+
+    chunk: int  # tokens in a step, at most
+    row_step_s: float  # of a step without any
+    token_s: float  # of each of them
+
+    def seconds(self, tokens: int) -> float:
+        return -(-tokens // self.chunk) * self.row_step_s + self.token_s * tokens
+
+
+class Placing:
+    def __init__(
+        self,
+        registry: Registry,
+        router: Router,
+        *,
+        targets: Mapping[str, Targets],
+        local_prefill: bool,
+    ) -> None:
+        self._registry = registry
+        self._router = router
+        self._targets = dict(targets)
+        self.local_prefill = local_prefill
+        self.prefixes = Prefixes()
+        self.lengths = AnswerLengths()
+        self.gaps = RecentGaps()
+        self._guests: dict[tuple[int, float | None], float] = {}  # class and ITL target → last asked for
+
+    # ------------------------------------------------------------ promises
+
+    def targets(self, request: Request) -> Targets:
+        return self._targets.get(request.tier, NO_TARGETS)
+
+    def arrives(self, request: Request, number: int, now: float) -> None:
+        """One that is promised something was asked for, of that class."""
+        guest = (number, self.targets(request).itl_s)
+        self._guests.pop(guest, None)
+        self._guests[guest] = now
+        if len(self._guests) > MOST_GUESTS:
+            del self._guests[next(iter(self._guests))]
+
+    def _better(self, number: int, now: float) -> list[float | None]:
+        """ITL targets of better classes that are about."""
+        return [
+            itl_s
+            for (other, itl_s), at in self._guests.items()
+            if other < number and now - at <= GUESTS_FOR_S
+        ]
+
+    # ------------------------------------------------------------ who
+
+    def pick(self, tracked: Tracked, now: float) -> tuple[Worker | None, Worker] | None:
+        """The pair of workers for it; no prefill worker: the decode worker does both. None is "later". That is so in
+        any case where there is no prefill worker that has not failed this request: often it was the way between the
+        two, and it would fail again."""
+        deciders = self.deciders(tracked)
+        prefillers = self.prefillers(tracked)
+        if not deciders:
+            return None
+        with_room = self._with_room(tracked, deciders, now)
+        if not with_room:
+            return None
+        if not prefillers:
+            local = self._pick_collocated(tracked, with_room, now)
+            return None if local is None else (None, local)
+        local = self._pick_local(tracked, with_room, prefillers, now)
+        if local is not None:
+            return None, local
+        prefill = self._pick_prefill(tracked, prefillers, now)
+        return None if prefill is None else (prefill, self._pick_decode(tracked, with_room))
+
+    def pick_other(self, tracked: Tracked, now: float) -> Worker | None:
+        """A decode worker for a prompt that a prefill worker holds."""
+        with_room = self._with_room(tracked, self.deciders(tracked), now)
+        return self._pick_decode(tracked, with_room) if with_room else None
+
+    def deciders(self, tracked: Tracked) -> list[Worker]:
+        longest = tracked.request.max_total_tokens
+        return [w for w in self._registry.usable("decode") if w.longest_tokens >= longest]
+
+    def prefillers(self, tracked: Tracked) -> list[Worker]:
+        return [
+            w
+            for w in self._registry.usable("prefill")
+            if w.longest_tokens >= tracked.tokens and w.id not in tracked.avoid
+        ]
+
+    def _pick_prefill(self, tracked: Tracked, workers: list[Worker], now: float) -> Worker | None:
+        fitting = [
+            w for w in workers if self._router.may_prefill(w, self.to_compute(tracked, w), tracked.lane[0])
+        ]
+        return next(iter(self._near(tracked, fitting)), None) or least(
+            fitting, tracked.avoid, self._first_token_cost(tracked, workers, now)
+        )
+
+    def _pick_decode(self, tracked: Tracked, with_room: list[Worker]) -> Worker:
+        found = next(iter(self._near(tracked, with_room)), None) or least(
+            with_room,
+            tracked.avoid,
+            lambda w: self._router.batch_share(w) - AFFINITY * self._hit_share(tracked, w),
+        )
+        assert found is not None
+        return found
+
+    def _pick_collocated(self, tracked: Tracked, with_room: list[Worker], now: float) -> Worker | None:
+        fitting = [
+            w for w in with_room if self._router.may_prefill(w, self.to_compute(tracked, w), tracked.lane[0])
+        ]
+        near = next(iter(self._near(tracked, fitting)), None)
+        if near is not None or not fitting:
+            return near
+        soonest = self._first_token_cost(tracked, with_room, now)
+        return least(
+            sorted(fitting, key=self._router.batch_share), tracked.avoid, soonest
+        )  # of those as soon as each other the one with the emptier batch
+
+    def _near(self, tracked: Tracked, workers: list[Worker]) -> list[Worker]:
+        """The one among them where a follower finds its prompt's KV, if nothing speaks against it."""
+        family = tracked.family
+        if family is None or not tracked.request.follows:
+            return []
+        has_it = (family.prefill, family.decode)
+        return [w for w in workers if w.id in has_it and w.id not in tracked.avoid]
+
+    # ------------------------------------------------------------ local prefill
+
+    def _pick_local(
+        self, tracked: Tracked, with_room: list[Worker], prefillers: list[Worker], now: float
+    ) -> Worker | None:
+        """A decode worker that should compute it though there are prefill workers."""
+        if not self.local_prefill or tracked.request.scored_prompt_tokens:
+            return None
+        by_pair_s = self._by_pair_s(tracked, prefillers, now)
+        if by_pair_s is None:
+            return None
+        best, best_s = None, float("inf")
+        for worker in with_room:
+            local = self.local(worker, self.targets(tracked.request).itl_s)
+            if local is None or local.chunk < LEAST_CHUNK or worker.id in tracked.avoid:
+                continue
+            tokens = self.to_compute(tracked, worker)
+            ahead = self._router.prompts(worker.id)
+            if ahead and not ahead.has_room(tokens, tracked.lane[0], local.chunk):
+                continue
+            first_s = ahead.seconds_ahead(tracked.lane[0], now) + local.seconds(tokens)
+            second_s = first_s + self.row_step_s(worker)
+            if second_s < min(best_s, LOCAL_GAIN * (by_pair_s + self.gap_s(worker))):
+                best, best_s = worker, second_s
+        return best
+
+    def may_be_local(self, worker: Worker) -> bool:
+        """Whether prompts may be computed beside its batch, those of nobody in particular."""
+        local = self.local(worker, None) if self.local_prefill else None
+        return local is not None and local.chunk >= LEAST_CHUNK
+
+    def local(self, worker: Worker, itl_s: float | None) -> Local | None:
+        """How it would compute prompts beside its batch, within the tightest of its targets and `itl_s`; where those
+        leave no time, a little all the same. None where its step times are not known."""
+        model = worker.load.step_model
+        if not model or worker.card.whole_batches:
+            return None
+        rows = self._router.rows(worker.id)
+        itls = [itl for itl in (rows.tightest_itl_s, itl_s) if itl is not None]
+        budget = worker.card.max_num_batched_tokens
+        chunk = local_chunk(model, len(rows), rows.context, budget, min(itls, default=None))
+        chunk = max(chunk, LEAST_CHUNK - 1)
+        return Local(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3])
+
+    def _by_pair_s(self, tracked: Tracked, prefillers: list[Worker], now: float) -> float | None:
+        """Until the first token, by way of the prefill worker that would have it soonest, with room or without."""
+        known = [w for w in prefillers if w.load.step_model]
+        if len(known) < len(prefillers):
+            return None
+        return min(map(self._first_token_cost(tracked, prefillers, now), prefillers))
+
+    def gap_s(self, worker: Worker) -> float:
+        """From first to second token by way of a prefill worker."""
+        usual_s = self.gaps.usual_s(0.5)
+        return GAP_STEPS * self.row_step_s(worker) if usual_s is None else usual_s
+
+    def row_step_s(self, worker: Worker) -> float:
+        model = worker.load.step_model
+        rows = self._router.rows(worker.id)
+        return gap_seconds(model, len(rows) + 1, rows.context) if model else worker.load.step_s
+
+    # ------------------------------------------------------------ what it takes
+
+    def _first_token_cost(
+        self, tracked: Tracked, workers: list[Worker], now: float
+    ) -> Callable[[Worker], float]:
+        """Seconds until its first token at one of these, or tokens where step times are not known of all."""
+        in_seconds = all(w.load.step_model for w in workers)
+
+        def cost(worker: Worker) -> float:
+            tokens, ahead = self.to_compute(tracked, worker), self._router.prompts(worker.id)
+            if not in_seconds:
+                return float(ahead.tokens + tokens)
+            own_s = self.own_seconds(worker, tokens)
+            return ahead.seconds_ahead(tracked.lane[0], now) + own_s
+
+        return cost
+
+    def own_seconds(self, worker: Worker, tokens: int) -> float:
+        """Of a prompt of so many tokens there, once its turn has come; 0 where nobody can say."""
+        model = worker.load.step_model
+        if not model:
+            return 0.0
+        local = self.local(worker, None) if worker.role == "decode" else None
+        if local is not None:
+            return local.seconds(tokens)
+        return prompt_seconds(model, tokens, worker.card.max_num_batched_tokens)
+
+    def to_compute(self, tracked: Tracked, worker: Worker) -> int:
+        """Tokens of it that are not in the worker's cache, by what is known here."""
+        left = tracked.to_compute(worker.id, worker.card.block_size)
+        if tracked.request.scored_prompt_tokens:
+            return left
+        return max(1, min(left, tracked.tokens - self.prefixes.hits(worker, tracked.chain)))
+
+    def _hit_share(self, tracked: Tracked, worker: Worker) -> float:
+        return self.prefixes.hits(worker, tracked.chain) / tracked.tokens
+
+    def _blocks(self, tracked: Tracked, worker: Worker) -> int:
+        block_size = worker.card.block_size
+        return blocks_of(tracked.to_compute(worker.id, block_size), block_size)
+
+    def share(self, tracked: Tracked, prefill: Worker | None, decode: Worker) -> Share:
+        request = tracked.request
+        computer = prefill or decode
+        tokens = self.to_compute(tracked, computer)
+        if prefill is None or not prefill.load.step_model:
+            seconds = self.own_seconds(computer, tokens)
+        else:
+            seconds = share_seconds(prefill.load.step_model, 1, tokens, prefill.card.max_num_batched_tokens)
+        return Share(
+            tokens,
+            self._blocks(tracked, decode),
+            seconds,
+            tracked.lane[0],
+            tracked.tokens + self.answer_left(tracked) // 2,
+            self.targets(request).itl_s,
+        )
+
+    def answer_left(self, tracked: Tracked) -> int:
+        request = tracked.request
+        expected = self.lengths.expected(request.tier, request.sampling.max_tokens)
+        return max(1, expected - len(tracked.outputs))
+
+    # ------------------------------------------------------------ room in a batch
+
+    def _with_room(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Worker]:
+        itls_s = self._better(tracked.lane[0], now)
+        return [w for w in workers if self.rows_free(tracked, w, itls_s) > 0]
+
+    def free_rows(self, tracked: Tracked, workers: list[Worker], now: float) -> int:
+        """How many like this one there is room for in all these batches."""
+        itls_s = self._better(tracked.lane[0], now)
+        return sum(max(0, self.rows_free(tracked, w, itls_s)) for w in workers)
+
+    def rows_free(self, tracked: Tracked, worker: Worker, better_itls_s: list[float | None]) -> int:
+        """How many like this one the worker's batch has room for, by rows, blocks and ITL targets. An empty one has."""
+        rows, card = self._router.rows(worker.id), worker.card
+        reserve = HEADROOM if better_itls_s else 0.0
+        seats = card.max_num_seqs - math.ceil(reserve * card.max_num_seqs)
+        blocks = int((1 - reserve) * card.blocks_total) - rows.blocks
+        itls_s = (*better_itls_s, rows.tightest_itl_s, self.targets(tracked.request).itl_s)
+        kept = [itl_s for itl_s in itls_s if itl_s is not None]
+        if kept and worker.load.step_model:
+            context = (rows.context + tracked.tokens) / (len(rows) + 1)
+            seats = min(seats, rows_within(worker.load.step_model, min(kept), context))
+        free = min(seats - len(rows), blocks // self._blocks(tracked, worker))
+        return free if rows else max(1, free)

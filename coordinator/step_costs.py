@@ -1,0 +1,56 @@
+"""What prompts and rows cost a worker by the step times that it has fitted (`common/step_times.py`). Pure."""
+
+from __future__ import annotations
+
+from common.step_times import Coefficients, StepShape, chunk_for, seconds_of
+
+CAUTION = 0.9
+"""Of an ITL target is aimed at: what lies between two steps is not in the model."""
+LEAST_CHUNK = 32
+"""Tokens of local prefill beside a decode batch, below which a step's overhead is most of what they cost."""
+
+UNBOUND = 1 << 30
+
+
+def prompt_seconds(model: Coefficients, tokens: int, budget: int) -> float:
+    """Of one prompt alone, in chunks of `budget`, until its last step has ended."""
+    fixed, per_row, per_context, per_chunk = model
+    steps = -(-tokens // budget)
+    context = budget * steps * (steps - 1) / 2
+    return steps * (fixed + per_row) + per_context * context + per_chunk * tokens
+
+
+def share_seconds(model: Coefficients, prompts: int, tokens: int, budget: int) -> float:
+    """Of so many prompts with so many tokens together that share steps with others: each takes a part of one."""
+    if not tokens:
+        return 0.0
+    fixed, per_row, per_context, per_chunk = model
+    steps = tokens / budget
+    mean = tokens / prompts
+    context = tokens * max(0.0, mean / budget - 1) / 2
+    return steps * fixed + (prompts + steps) * per_row + per_context * context + per_chunk * tokens
+
+
+def gap_seconds(model: Coefficients, rows: int, context: int, chunk: int = 0) -> float:
+    """From token to token in a batch of so many rows."""
+    return seconds_of(model, StepShape(rows, context, chunk))
+
+
+def rows_within(model: Coefficients, itl_s: float, context_of_one: float) -> int:
+    """How many rows, each with so much context, a step may have that keeps the target. One that a row alone would miss
+    too binds nobody."""
+    fixed, per_row, per_context, _ = model
+    of_one = per_row + per_context * context_of_one
+    left_s = CAUTION * itl_s - fixed
+    if left_s < of_one or of_one <= 0:
+        return UNBOUND
+    return int(left_s / of_one)
+
+
+def local_chunk(model: Coefficients, rows: int, context: int, budget: int, itl_s: float | None) -> int:
+    """Prompt tokens that a step beside a decode batch may compute; `itl_s`: the tightest target in it."""
+    chunk = max(budget - rows, 1)
+    if itl_s is None or not rows:
+        return chunk
+    fitting = chunk_for(model, StepShape(rows + 1, context, 0), CAUTION * itl_s)
+    return chunk if fitting is None else min(chunk, fitting)

@@ -1,0 +1,166 @@
+"""When a first token would come, and who is refused for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.front_messages import Admitted, Progress, Rejected, RequestFinished
+from common.request import RequestId
+from common.step_times import Coefficients
+from coordinator.forecast import FIRST_CORRECTION, LONG, MOST_CORRECTION, Correction, _level, _Server, limit_s
+from coordinator.step_costs import prompt_seconds, rows_within, share_seconds
+from coordinator.targets import Targets
+from coordinator.tracker import Forecast
+from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
+
+MODEL: Coefficients = (0.01, 0.001, 0.0, 0.001)
+"""A chunk of 64 tokens takes 75 ms."""
+CHAT = {"chat": Targets(ttft_s=0.5)}
+
+
+def known(*names: str, **settings: object) -> ClusterBench:
+    bench = ClusterBench(*names, **settings)  # type: ignore[arg-type]
+    for name in names:
+        bench.say(name, heartbeat(step_model=MODEL))
+    return bench
+
+
+def ask(
+    bench: ClusterBench, name: str, tokens: int = 64, tier: str = "chat", priority: int = 0
+) -> Rejected | None:
+    bench.fronts.clear()
+    place = sum(name.encode()) * 100  # no two share a beginning
+    bench.submit(request(name, tokens, tier=tier, priority=priority, first_id=place))
+    said = bench.fronts[0]
+    assert isinstance(said, (Admitted, Rejected))
+    return said if isinstance(said, Rejected) else None
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_a_prompt_takes_its_steps() -> None:
+    assert prompt_seconds(MODEL, 64, 64) == pytest.approx(0.075)
+    assert prompt_seconds(MODEL, 65, 64) == pytest.approx(0.087)
+    assert prompt_seconds((0.0, 0.0, 1e-6, 0.0), 192, 64) == pytest.approx((64 + 128) * 1e-6)
+    assert share_seconds(MODEL, 4, 64, 64) == pytest.approx(0.01 + 5 * 0.001 + 0.064)
+    assert share_seconds(MODEL, 0, 0, 64) == 0.0
+
+
+def test_rows_within_a_target() -> None:
+    assert rows_within(MODEL, 0.02, 100) == 8
+    assert rows_within(MODEL, 0.011, 100) > 1000, "what a row alone would miss binds nobody"
+    assert rows_within((0.01, 0.0, 1e-5, 0.0), 0.02, 100) == 8
+
+
+@pytest.mark.parametrize(
+    "ahead_s, token_s, tokens, level_s",
+    [
+        ([1.0], [0.001], 0, 0.0),
+        ([1.0], [0.001], 500, 1.5),
+        ([1.0, 0.0], [0.001, 0.001], 500, 0.5),
+        ([1.0, 0.0], [0.001, 0.001], 1500, 1.25),
+        ([0.0, 0.0], [0.001, 0.003], 1000, 0.75),
+    ],
+)
+def test_a_queue_fills_whoever_is_free_first(
+    ahead_s: list[float], token_s: list[float], tokens: int, level_s: float
+) -> None:
+    servers = [_Server(ahead, 0.0, 0.0, each) for ahead, each in zip(ahead_s, token_s, strict=True)]
+    assert _level(servers, tokens) == pytest.approx(level_s)
+
+
+# ---------------------------------------------------------------- what is promised
+
+
+def test_limits() -> None:
+    idle = Forecast(0.1, 0.1, 0.03, 0.1)
+    assert limit_s(idle, Targets()) is None
+    assert limit_s(idle, Targets(ttft_s=0.5)) == 0.5
+    assert limit_s(idle, Targets(ttft_s=0.5, itl_s=0.1)) == 0.5
+    held = limit_s(idle, Targets(ttft_s=0.5, itl_s=0.03))
+    assert held is not None and held < 0.45, "some of it is for the gap after it"
+    long = Forecast(2.0, 2.0, 0.0, 2.0)
+    assert limit_s(long, Targets(ttft_s=0.5)) == LONG * 2.0, "an idle service refuses nobody"
+
+
+def test_what_would_be_late_is_refused_at_once_and_told_when_it_would_not_be() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    refusals = [ask(bench, f"r{number}") for number in range(9)]
+    taken = [number for number, refusal in enumerate(refusals) if refusal is None]
+    assert taken == list(range(5)), "five prompts of 76 ms, and half a step, are within half a second"
+    refused = refusals[5]
+    assert refused is not None and refused.error == "NotAdmitted" and "chat" in refused.reason
+    assert 0 < refused.retry_after_s < 0.2
+    assert len(bench.cluster.tracker) == 5
+    bench.now += refused.retry_after_s + 0.001
+    assert ask(bench, "again") is None, "it was an honest time"
+
+
+def test_who_was_promised_nothing_is_refused_by_no_forecast() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    assert [ask(bench, f"r{n}", tier="default") for n in range(20)] == [None] * 20
+    assert ask(bench, "chat") is None, "by the policy it is before them"
+
+
+def test_a_worse_class_is_not_ahead_of_a_better_one() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    for number in range(20):
+        ask(bench, f"r{number}", tier="default", priority=1)
+    assert ask(bench, "chat") is None
+
+
+def test_where_step_times_are_not_known_nobody_is_refused() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    bench.join("p1")
+    assert [ask(bench, f"r{n}") for n in range(20)] == [None] * 20
+
+
+def test_a_long_prompt_is_taken_by_an_idle_service_and_not_by_a_busy_one() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    assert ask(bench, "long", 500) is None
+    assert ask(bench, "longer", 500) is not None
+
+
+def test_rows_that_are_all_taken_are_waited_for() -> None:
+    """Eight answers of 500 tokens at 18 ms: nobody leaves within half a second; near their end, one does."""
+    bench = known("p0", "d0", targets=CHAT)
+    for number in range(8):
+        name = f"r{number}"
+        bench.submit(request(name, 4, 500, tier="default", first_id=100 * number))
+        bench.front(Progress(((RequestId(name), 0, (1,)),)))
+    assert bench.cluster.num_waiting() == 0
+    refused = ask(bench, "chat", 16)
+    assert refused is not None and refused.retry_after_s > 5
+    bench.front(Progress(((RequestId("r3"), 1, tuple(range(490))),)))
+    assert ask(bench, "chat2", 16) is None
+    bench.front(RequestFinished(RequestId("r4"), "stop"))
+
+
+# ---------------------------------------------------------------- how forecasts did
+
+
+def test_forecasts_are_corrected_by_what_came_of_them_within_bounds() -> None:
+    correction = Correction()
+    assert correction.factor == FIRST_CORRECTION
+    for number in range(64):
+        correction.observed(1.2 + 0.1 * (number % 2), 1.0)
+    assert correction.factor == pytest.approx(1.3), "nearly all of them would have come true"
+    for _ in range(200):
+        correction.observed(9.0, 1.0)
+    assert correction.factor == MOST_CORRECTION
+    for _ in range(400):
+        correction.observed(0.1, 1.0)
+    assert correction.factor == 1 / MOST_CORRECTION
+
+
+def test_first_tokens_that_come_correct_the_next_forecast() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    for number in range(40):
+        name = f"r{number}"
+        assert ask(bench, name, 128) is None
+        bench.now += 0.30  # twice what was forecast
+        bench.front(Progress(((RequestId(name), 0, (1,)),)))
+        bench.front(RequestFinished(RequestId(name), "stop"))
+    taken = sum(ask(bench, f"s{number}") is None for number in range(9))
+    assert taken == 2, "half as many as by the step times alone"
