@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 STEP_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+FEW_BUCKETS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0)
 COUNT_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 HISTOGRAM_BUCKETS: dict[str, Sequence[float]] = {
@@ -21,6 +22,7 @@ HISTOGRAM_BUCKETS: dict[str, Sequence[float]] = {
     "kv_transfer_seconds": SECONDS_BUCKETS,
     "request_prefill_time_seconds": SECONDS_BUCKETS,
     "request_decode_time_seconds": SECONDS_BUCKETS,
+    "request_preemptions": FEW_BUCKETS,
 }
 
 

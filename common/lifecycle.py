@@ -8,8 +8,8 @@ Why no deadlock. What each phase may have to wait for; a line names only lines a
 
     PREFILLING at a prefill worker  nothing: slot and blocks for the whole prompt are its own before its first chunk,
                                     and no decode worker is asked for anything in order to compute
-    PREFILLING, DECODING at a       nothing, for the first by (class, arrival): a next block is taken from a transfer
-      decode worker                 not yet delivered, then from the last; one full-length request fits alone
+    PREFILLING, DECODING at a       nothing, for one of them at least: a next block is taken from a transfer not yet
+      decode worker                 delivered, then from another; one full-length request fits alone
     accepted transfer               its own prompt's PREFILLING, and frames of which the prefill worker has all
     DECODE_READY                    a slot: somebody's DECODING or PREFILLING at the same worker
     PREEMPTED, QUEUED at a          slot, and blocks for all of it: whatever above holds some of this worker's.

@@ -92,6 +92,10 @@ class Turns:
         oldest = min(seqs, key=_served_at, default=None)
         return oldest if oldest is not None and now - oldest.served_at >= self._ageing_s else None
 
+    def served(self, seq: Sequence) -> float:
+        """How much its lane was, by weight: to be compared with lanes of its class, after `count_outputs`."""
+        return self._shares.counter(seq.lane)
+
     def computes(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """So many tokens of it without KV are in the step that goes out now. What has to be computed again, because
         it was put out, is not its tenant's to pay."""

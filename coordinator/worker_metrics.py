@@ -53,6 +53,7 @@ HISTOGRAMS = {
     "kv_transfer_seconds": "From a transfer's offer to its delivery.",
     "request_prefill_time_seconds": "From a prompt's first chunk to its last.",
     "request_decode_time_seconds": "From the second token to the last.",
+    "request_preemptions": "How often a request was taken out of a running batch to make room, until its end.",
 }
 FRONT_NAMES = frozenset({
     "prompt_tokens_total", "generation_tokens_total", "request_success_total", "requests_rejected_total",

@@ -5,7 +5,7 @@ between steps. The rules, in the order in which `schedule` applies them:
 
 1. Decoding sequences take the block that their next token needs. When none is left: first the newest transfer
    that was accepted but not delivered is revoked (the prefill worker still has every block, nothing is lost),
-   then the last sequence by (class, arrival) is preempted: its blocks go, its tokens stay.
+   then one that computes is preempted, by the rule of `preemption.py`: its blocks go, its tokens stay.
 2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
    then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits. Who is
    next of each kind, the policy says (`common/ordering.py`).
@@ -18,15 +18,19 @@ between steps. The rules, in the order in which `schedule` applies them:
    is put out and no transfer revoked beside a batch that is out: where a block is missing there is no second batch, and
    the next step is decided by rules 1 to 3 once the first is back.
 
-New transfers are accepted only while nobody preempted waits, a slot will be free, and the reservation leaves
-one block for each running sequence (the watermark). Local prefills, preempted ones included, keep the same
-watermark: without it the last sequence is put out, starts again with what it gave back, and is put out again. A
-transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is kept for it, as long as it asks. So
-may a local prefill that finds no room, by transfers and by as many other local prefills; then none of those is accepted
-or started until it has. Who was preempted is overtaken by nobody that needs blocks.
+New transfers are accepted only while nobody preempted waits, a slot will be free, and those who run can go on to their
+predicted ends beside it, with a block for each of them to spare (the watermark, `forecast.py`). Local prefills,
+preempted ones included, keep the same watermark: without it the last sequence is put out, starts again with what it
+gave back, and is put out again. A transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is
+kept for it, as long as it asks. So may a local prefill that finds no room, by transfers and by as many other local
+prefills; then none of those is accepted or started until it has. Who was preempted is overtaken by nobody that needs
+blocks.
 
-Why no deadlock: by rule 1 the first by (class, arrival) of those that compute always gets its block, from the others
-if need be, and it fits alone; so it ends, and then the next is the first. Whoever waits for room (delivered without a
+Why no deadlock: whoever computes takes a block from the others if need be, and fits alone; so the batch stands still
+only where one is put out after the other. In the highest class here, whose members are put out by each other alone,
+that is bounded: each time either counts towards MAX_VICTIM of one of them, or puts out one that has reached it, of whom
+the first by arrival stays, being put out by nobody. While somebody waits to come back nobody new is let in, so those
+are ever the same until one of them ends. And then the next are the highest. Whoever waits for room (delivered without a
 slot, preempted, local, offered) waits for those, or for a transfer under way, whose prompt is computed elsewhere with
 blocks of its own. Those that wait for a reservation hold no block. The whole picture: `common/lifecycle.py`.
 """
@@ -46,7 +50,9 @@ from common.step_budget import StepBudget
 from common.step_times import Coefficients
 from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
+from decode_node.forecast import Forecast
 from decode_node.forming import Continuous, Forming
+from decode_node.preemption import Preemption
 
 MAX_PASSES = 32
 ASKS_FOR_S = 5.0
@@ -90,6 +96,8 @@ class DecodeScheduler:
         self._max_inflight = max_inflight
         self._forming = forming or Continuous()
         self._chunk_budget = ChunkBudget(core.max_num_batched_tokens)
+        self._preemption = Preemption(self._turns.served)
+        self._forecast = Forecast(core.block_size)
         self._seqs: dict[Key, Sequence] = {}
         self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
         self._ready: list[Sequence] = []
@@ -183,13 +191,17 @@ class DecodeScheduler:
         return first == key
 
     def _reserve_above_watermark(self, seq: Sequence) -> bool:
-        if not self._core.reserve(seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)):
+        if self._forecast.refused(seq) or not self._core.reserve(
+            seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)
+        ):
             return False
         return self._keeps_watermark(seq)
 
     def _keeps_watermark(self, seq: Sequence) -> bool:
-        """Whether each running sequence can still take a block; if not, `seq`, just reserved, is freed again."""
-        if self._core.pool.available >= self.num_running:
+        """Whether those who run can go on beside `seq`, just reserved; if not, it is freed again."""
+        others = [*self._decoding, *self._prefilling, *self._ready, *self._reserved.values()]
+        available = self._core.pool.available
+        if available >= self.num_running and self._forecast.stay_within(seq, others, available):
             return True
         self._core.free(seq)
         return False
@@ -225,6 +237,7 @@ class DecodeScheduler:
     def schedule(self, now: float, step_model: Coefficients | None = None) -> Batch | None:
         """The next step. Beside a batch that is out (`max_inflight`), what is known of it already: see rule 4.
         `step_model`: how long steps take here, where that is known."""
+        self._forecast.step()
         if self._core.num_out:
             return self._schedule_ahead(now, step_model)
         self._grow(now)
@@ -286,22 +299,23 @@ class DecodeScheduler:
             self._drop_reservation(key)
             return
         holders = [*self._decoding, *self._prefilling, *self._ready]
-        self._preempt(max(holders, key=_by_order), now)
+        self._turns.count_outputs(holders)
+        self._preempt(self._preemption.victim(holders), now)
 
     def _drop_reservation(self, key: Key) -> None:
         seq = self._reserved.pop(key)
         del self._seqs[key]
         seq.over = True
         self._core.free(seq)
+        self._forecast.changed()
 
     def _preempt(self, seq: Sequence, now: float) -> None:
         for place in (self._decoding, self._prefilling, self._ready):
             if seq in place:
                 place.remove(seq)
         self.preemptions += 1
-        self.lost_tokens += seq.computed_tokens
-        seq.preemptions += 1
-        self._core.free(seq)
+        self.lost_tokens += self._preemption.put_out(self._core, seq)
+        self._forecast.changed()
         seq.life.move(Phase.PREEMPTED, now)
         self.put_out.append(seq)
         insort(self._preempted, seq, key=_by_order)
@@ -337,6 +351,8 @@ class DecodeScheduler:
 
     def _has_room(self, seq: Sequence) -> bool:
         """Reserves its blocks, if there are enough."""
+        if self._forecast.refused(seq):
+            return False
         fits = self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1)
         return fits and self._keeps_watermark(seq)
 
@@ -393,6 +409,9 @@ class DecodeScheduler:
             if seq in place:
                 place.remove(seq)
                 break
+        if phase is Phase.FINISHED:
+            self._forecast.ended(seq.num_outputs)
+        self._forecast.changed()
         seq.over = True
         seq.lost_tokens = seq.computed_tokens
         seq.life.move(phase, now)

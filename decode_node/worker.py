@@ -10,8 +10,8 @@ Stations of a request here, each ended by one line of this file:
     Out of blocks ─▶ PREEMPTED ─▶ PREFILLING again over prompt and output ─▶ DECODING, same tokens
 
 Why no deadlock: a running sequence needs nothing but blocks of this pool, and takes them from transfers not yet
-delivered and from later sequences until it is alone; one full-length request always fits alone (checked at
-registration). So the first by (class, arrival) always finishes, and what waits for room here gets it. The prefill
+delivered and from other sequences until it is alone; one full-length request always fits alone (checked at
+registration). So somebody always finishes (`scheduler.py`), and what waits for room here gets it. The prefill
 worker holds its blocks meanwhile, and nobody here waits for those except a transfer, which has a limit. The whole
 picture: common/lifecycle.py.
 """
@@ -387,6 +387,7 @@ class DecodeWorker:
         seq = self._scheduler.end(key, phase, now)
         if seq is None:
             return effects
+        self.records.counters.observe("request_preemptions", float(seq.preemptions))
         blocks = self._core.blocks_for(len(seq.tokens))
         ended = self.records.end(
             seq, outcome, now, reason=reason, blocks=blocks, transferred_bytes=moved, retryable=retryable
