@@ -52,11 +52,8 @@ from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
 from decode_node.forecast import Forecast
 from decode_node.forming import Continuous, Forming
+from decode_node.passing import MAX_PASSES, Passing
 from decode_node.preemption import Preemption
-
-MAX_PASSES = 32
-ASKS_FOR_S = 5.0
-"""A transfer told "later" that has not asked again for so long does not want room any more."""
 
 
 @dataclass(slots=True)
@@ -67,14 +64,6 @@ class Outcome:
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None
     finish: str | None
-
-
-@dataclass(slots=True)
-class _PassedOver:
-    """An offer that was told "later": when it last asked, and how many were accepted since it first did."""
-
-    at: float
-    passes: int
 
 
 def _by_order(seq: Sequence) -> tuple[int, int]:
@@ -105,7 +94,7 @@ class DecodeScheduler:
         self._preempted: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
-        self._passed_over: dict[Key, _PassedOver] = {}
+        self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
         self._passes: dict[Key, int] = {}  # local prefills started past one that found no room
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
@@ -168,43 +157,37 @@ class DecodeScheduler:
         """Room for a whole transferred prompt and its first step, or None: later."""
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
         seq.scored = seq.prompt_len  # who computes the prompt says its log-probabilities
-        if not self._may_reserve(seq.key, now) or not self._reserve_above_watermark(seq):
-            asked = self._passed_over.get(seq.key)
-            self._passed_over[seq.key] = _PassedOver(now, 0 if asked is None else asked.passes)
+        num_tokens = len(seq.tokens)
+        if not self._may_reserve(seq.key, now) or not self._has_room(seq, num_tokens + 1, num_tokens):
+            self._passing.told_later(seq.key, now)
             return None
-        self._passed_over.pop(seq.key, None)
-        for asked in self._passed_over.values():
-            asked.passes += 1
+        self._passing.accepted(seq.key)
         self._local_passes += bool(self._waiting)
         self._turns.enter(seq, now)
         self._seqs[seq.key] = self._reserved[seq.key] = seq
         return seq
 
     def _may_reserve(self, key: Key, now: float) -> bool:
-        for other in [k for k, asked in self._passed_over.items() if now - asked.at > ASKS_FOR_S]:
-            del self._passed_over[other]
+        kept_for_another = self._passing.room_is_kept(key, now)
         if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
             return False
-        if self._waiting and self._local_passes >= MAX_PASSES:
-            return False
-        first = next((k for k, asked in self._passed_over.items() if asked.passes >= MAX_PASSES), key)
-        return first == key
+        return not (kept_for_another or (self._waiting and self._local_passes >= MAX_PASSES))
 
-    def _reserve_above_watermark(self, seq: Sequence) -> bool:
-        if self._forecast.refused(seq) or not self._core.reserve(
-            seq, num_tokens=len(seq.tokens) + 1, usable_hits=len(seq.tokens)
-        ):
+    def _has_room(self, seq: Sequence, num_tokens: int, usable_hits: int) -> bool:
+        """Reserves blocks for so many of its tokens, if there are enough and those who run can go on beside it."""
+        if self._forecast.refused(seq):
             return False
-        return self._keeps_watermark(seq)
-
-    def _keeps_watermark(self, seq: Sequence) -> bool:
-        """Whether those who run can go on beside `seq`, just reserved; if not, it is freed again."""
+        if not self._core.reserve(seq, num_tokens=num_tokens, usable_hits=usable_hits):
+            return False
         others = [*self._decoding, *self._prefilling, *self._ready, *self._reserved.values()]
         available = self._core.pool.available
         if available >= self.num_running and self._forecast.stay_within(seq, others, available):
             return True
         self._core.free(seq)
         return False
+
+    def _has_local_room(self, seq: Sequence) -> bool:
+        return self._has_room(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1)
 
     def fits_reservation(self, key: Key, output_ids: Seq[int]) -> bool:
         """Whether these are the reserved sequence's output tokens and one more."""
@@ -329,7 +312,7 @@ class DecodeScheduler:
 
     def _resume(self, now: float) -> None:
         """The first that does not fit holds back the rest."""
-        while self._preempted and self._core.free_slots and self._has_room(self._preempted[0]):
+        while self._preempted and self._core.free_slots and self._has_local_room(self._preempted[0]):
             self._start(self._preempted.pop(0), now)
 
     def _start_waiting(self, now: float) -> None:
@@ -338,7 +321,7 @@ class DecodeScheduler:
         for seq in list(self._waiting):
             if not self._core.free_slots or any(self._passes[key] >= MAX_PASSES for key in passed):
                 return
-            if not self._has_room(seq):
+            if not self._has_local_room(seq):
                 passed.append(seq.key)
                 self._passes.setdefault(seq.key, 0)
                 continue
@@ -348,13 +331,6 @@ class DecodeScheduler:
             self._start(seq, now)
             for key in passed:
                 self._passes[key] += 1
-
-    def _has_room(self, seq: Sequence) -> bool:
-        """Reserves its blocks, if there are enough."""
-        if self._forecast.refused(seq):
-            return False
-        fits = self._core.reserve(seq, num_tokens=len(seq.tokens), usable_hits=len(seq.tokens) - 1)
-        return fits and self._keeps_watermark(seq)
 
     def _start(self, seq: Sequence, now: float) -> None:
         """Local prefill of one whose blocks are reserved."""
@@ -398,7 +374,7 @@ class DecodeScheduler:
 
     def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:
         """Ends a sequence in whatever phase it is and frees it (after its step, if one is out). Idempotent."""
-        self._passed_over.pop(key, None)
+        self._passing.forget(key)
         seq = self._seqs.pop(key, None)
         if seq is None:
             return None

@@ -94,6 +94,25 @@ def test_story_of_two_tenants() -> None:
     bench.check_exact_and_empty()
 
 
+def test_what_was_served_here_is_what_the_order_counts() -> None:
+    """The heavy tenant has two that talk, the light one has one, which came last: one of the two goes."""
+    bench = Bench(24, caching=False)
+    keys: list[Key] = []
+    for name, tenant in (("h0", "heavy"), ("h1", "heavy"), ("l0", "light")):
+        ids = prompt(6, 100 * len(keys))
+        asked = replace(request(name, ids, 60), tenant=tenant)
+        seq = bench.scheduler.add(asked, attempt(), b"", bench.now)
+        keys.append(bench._expect(seq, ids, 60))
+        for _ in range(4):
+            bench.step()
+    while not bench.scheduler.preemptions:
+        bench.step()
+    (put_out,) = [seq for seq in bench.scheduler.sequences() if seq.life.phase is Phase.PREEMPTED]
+    assert put_out.key == keys[1]
+    bench.to_the_end()
+    bench.check_exact_and_empty()
+
+
 tenants = st.sampled_from(("a", "b", "c"))
 
 

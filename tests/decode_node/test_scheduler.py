@@ -14,7 +14,8 @@ from common.lifecycle import Phase
 from common.request import Key, pack_ids
 from common.sequence import Sequence
 from decode_node.chunk_budget import MIN_CHUNK
-from decode_node.scheduler import ASKS_FOR_S, MAX_PASSES, DecodeScheduler, Outcome
+from decode_node.passing import ASKS_FOR_S, MAX_PASSES
+from decode_node.scheduler import DecodeScheduler, Outcome
 from tests.common.stepping import (
     BLOCK,
     CHUNK,
