@@ -102,12 +102,12 @@ class Sequence:
 
 
 def may_go_ahead(seq: Sequence) -> bool:
-    """Whether the token after the one that is on its way can be computed before the host has seen that one. What ends
-    an answer by its length is known; an end token is not, and then the row comes to nothing."""
+    """Whether the token after the one that is on its way can be computed before the host has seen that one: grammars
+    and the counts of penalties are the host's. What ends an answer by its length is known; an end token is not, and
+    then the row comes to nothing."""
     sampling = seq.request.sampling
     on_host = (
         sampling.grammar is not None
-        or sampling.logprobs is not None
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0

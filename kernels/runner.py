@@ -1,15 +1,15 @@
-"""ModelRunner: holds slots, runs one batch at a time through the model, samples. Control flow of a step.
+"""ModelRunner: launches steps, one after the other: changes of slots, forward pass, draws. Control flow of a step.
 
-A slot is a running sequence's place on this worker: its block table, its sampling settings and, where penalties
-need them, its token counts. A batch brings changes only, so the cost of a step follows change, not context length.
+A step is put on the device and not waited for. So the host can decide and launch the next one while it runs; where a
+row of that one takes the token which this one draws, the token stays on the device, and the batch says -1 - r for what
+row r of the batch before it draws. Whether it may is the scheduler's to know (`may_go_ahead`); what a draw needs of its
+newest token on the host is refused here. On a CPU a step is computed when it is launched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,34 +18,25 @@ import torch
 from kernels.backend import BackendName, choose_backend
 from kernels.cache import AskedTooMuch, CacheLayout, PagedCache, PoolMemory, dtype_name
 from kernels.device import OnGpu, gib, resolve_device
-from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler, GrammarFault, Matcher
+from kernels.grammar import LIBRARY, BadGrammar, GrammarCompiler
+from kernels.launched import LaunchedStep
 from kernels.model import CausalModel, load_model
 from kernels.model_config import ModelConfig, UnsupportedModel
 from kernels.pool_size import asked_blocks
-from kernels.prompt_scores import PromptToScore, ScoringRow, score
-from kernels.sampler import choose_sampler, sample_there
-from kernels.sampling import Draw, TokenCounts, needs_counts
-from kernels.step import BatchLike, JoinedLike, SamplingLike, StepLayout, StepResult, TokenLogprob
+from kernels.prompt_scores import PromptScores
+from kernels.sampler import choose_sampler, draw
+from kernels.slots import NO_GRAMMARS, Slots
+from kernels.step import BatchLike, StepLayout, StepResult
+from kernels.stream import StreamPoint, send_up
 from kernels.weights import Checkpoint, Progress, find_model, resolve_dtype
 
 if TYPE_CHECKING:
     from kernels.gpu.steps import DeviceSteps
 
-NO_GRAMMARS = "cannot be held to: this worker was made without grammars"
-
-
-@dataclass(slots=True)
-class _Slot:
-    prompt_len: int
-    num_blocks: int
-    sampling: SamplingLike
-    counts: TokenCounts | None = None
-    matcher: Matcher | None = None
-    fault: str | None = None  # why it cannot have one of these, though its request asks for it
-
 
 class ModelRunner:
-    """Model, cache and slots of one worker. `run` belongs to one thread at a time; blocks are the caller's to give."""
+    """Model, cache and slots of one worker. Steps and their results belong to one thread at a time; blocks are the
+    caller's to give."""
 
     def __init__(
         self,
@@ -68,21 +59,16 @@ class ModelRunner:
         self._revision = revision
         self.grammars = grammars
         self._sampler = choose_sampler(None if gpu is None else model.device)
-        self._slots: list[_Slot | None] = [None] * max_num_seqs
-        table_width = -(-max_model_len // cache.layout.block_size)
-        self._tables = np.zeros((max_num_seqs, table_width), dtype=np.int32)
-        # In the blocks of each slot; 0: it is empty.
-        self._room_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        # The few slots for which a step has more to do than arithmetic, so that it need not look at all.
-        self._counting: dict[int, TokenCounts] = {}
-        self._scoring: dict[int, PromptToScore] = {}
+        self._slots = Slots(max_num_seqs, max_model_len, cache.layout.block_size, model.config.vocab_size)
+        self._before: LaunchedStep | None = None  # launched last, if that went well
         self._prepared_thread = -1
         self._device_steps: DeviceSteps | None = None
         if gpu is not None:
             # Nothing of a GPU is imported where there is none.
             from kernels.gpu.steps import make_device_steps
 
-            self._device_steps = make_device_steps(model, cache, self._tables, max_model_len, gpu)
+            self._device_steps = make_device_steps(model, cache, self._slots.tables, max_model_len, gpu)
+            self._slots.table_changed = self._device_steps.blocks_changed
 
     @property
     def layout(self) -> CacheLayout:
@@ -151,20 +137,34 @@ class ModelRunner:
         if self.grammars is not None:
             self.grammars.let_go(kind, text)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a batch may name tokens that the batch before it has yet to draw."""
+        return self._device_steps is not None
+
     def run(self, batch: BatchLike) -> StepResult:
+        """One step, waited for."""
+        return self.launch(batch).result()
+
+    def launch(self, batch: BatchLike) -> LaunchedStep:
         """One step: slots leave, join and grow; all rows are computed; rows that sample give one token each, rows of
-        prompts to be scored the log-probabilities of the prompt tokens that follow theirs."""
+        prompts to be scored the log-probabilities of the prompt tokens that follow theirs.
+
+        A row's token id below 0, -1 - r, is what row r of the step launched before this one draws. Results are taken
+        in the order of launches. Where this raises, nothing of the step runs any more.
+        """
         self._prepare_thread()
+        before, self._before = self._before, None
         with torch.inference_mode():
-            for slot in batch.left:
-                self._leave(slot)
-            for joined in batch.joined:
-                self._join(joined)
-            for slot, blocks in batch.grown:
-                self._grow(slot, blocks)
-            if not batch.slots:
-                return StepResult((), ())
-            return self._compute(batch)
+            try:
+                self._slots.apply(batch, self.grammars)
+                step = self._begin(batch, before)
+            except BaseException:
+                # Kernels of a step that stays half launched still write to blocks that others are given next.
+                StreamPoint(self.model.device).wait()
+                raise
+        self._before = step
+        return step
 
     def _prepare_thread(self) -> None:
         """Thread counts belong to the calling thread in OpenMP, so they are set in the thread that runs."""
@@ -173,96 +173,66 @@ class ModelRunner:
             torch.set_num_threads(self._threads)
             self._prepared_thread = thread
 
-    def _leave(self, slot: int) -> None:
-        self._slots[slot] = None
-        self._room_tokens[slot] = 0
-        self._counting.pop(slot, None)
-        self._scoring.pop(slot, None)
-
-    def _join(self, joined: JoinedLike) -> None:
-        """Does not raise over what a request asks for: what else changes with its batch would be lost."""
-        self._leave(joined.slot)
-        sampling, tokens = joined.sampling, joined.tokens
-        prompt, outputs = tokens[: joined.prompt_len], tokens[joined.prompt_len :]
-        slot = _Slot(joined.prompt_len, len(joined.blocks), sampling)
-        slot.matcher, slot.fault = self._match(sampling, outputs)
-        if needs_counts(sampling):
-            try:
-                slot.counts = TokenCounts(self.vocab_size, prompt, outputs)
-                self._counting[joined.slot] = slot.counts
-            except IndexError as error:
-                slot.fault = str(error)
-        if sampling.prompt_logprobs is not None and joined.scored < joined.prompt_len:
-            self._scoring[joined.slot] = PromptToScore(prompt, joined.scored, sampling.prompt_logprobs)
-        self._slots[joined.slot] = slot
-        self._write_table(joined.slot, 0, joined.blocks)
-
-    def _match(self, sampling: SamplingLike, outputs: Sequence[int]) -> tuple[Matcher | None, str | None]:
-        """Its grammar with the outputs so far replayed, or why there is none."""
-        grammar = sampling.grammar
-        if grammar is None:
-            return None, None
-        if self.grammars is None:
-            return None, f"its grammar {NO_GRAMMARS}"
-        try:
-            return self.grammars.matcher(grammar.kind, grammar.text, outputs), None
-        except BadGrammar as error:
-            return None, f"its grammar {error}"
-        except GrammarFault as error:
-            return None, str(error)
-
-    def _grow(self, slot: int, blocks: Sequence[int]) -> None:
-        held = self._slots[slot]
-        assert held is not None, f"slot {slot} is empty"
-        self._write_table(slot, held.num_blocks, blocks)
-        held.num_blocks += len(blocks)
-
-    def _write_table(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        self._tables[slot, first : first + len(blocks)] = blocks
-        self._room_tokens[slot] = (first + len(blocks)) * self.layout.block_size
-        if self._device_steps is not None:
-            self._device_steps.blocks_changed(slot, first, len(blocks))
-
-    def _compute(self, batch: BatchLike) -> StepResult:
+    def _begin(self, batch: BatchLike, before: LaunchedStep | None) -> LaunchedStep:
         starts = np.asarray(batch.starts, dtype=np.int32)
         counts = np.asarray(batch.counts, dtype=np.int32)
         slots = np.asarray(batch.slots, dtype=np.int64)
+        samples = np.asarray(batch.samples, dtype=bool)
         ends = starts + counts
+        if not len(slots):
+            return LaunchedStep(slots, ends, samples, over=StreamPoint(self.model.device))
         assert counts.min() >= 1 and ends.max() <= self.max_model_len
-        lacking = slots[self._room_tokens[slots] < ends]
-        assert not len(lacking), f"slot {lacking[0]} has no block for its last position, or is empty"
-        step = StepLayout(starts, counts, slots, self._tables, self.layout.block_size, self.model.device)
+        self._slots.check_room(slots, ends)
+        step = StepLayout(
+            starts, counts, slots, self._slots.tables, self.layout.block_size, self.model.device
+        )
         token_ids = np.asarray(batch.token_ids, dtype=np.int64)
-        rows = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
+        follows = self._follows(token_ids, step, before)
+        rows = np.flatnonzero(samples)
         lasts = (step.firsts + counts - 1)[rows]
         hidden, of_rows = self._forward(token_ids, step, lasts)
-        ids: list[tuple[int, ...]] = [()] * len(slots)
-        logprobs: list[tuple[TokenLogprob, ...] | None] = [None] * len(slots)
-        faults: dict[int, str] = {}
+        drawing, faults = None, dict[int, str]()
         if len(rows):
             logits_there = self.model.logits(of_rows)
-            newest = token_ids[lasts]
             # A GPU still computes while the grammars say what they allow.
-            draws, faults = self._draws(
-                rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), newest.tolist()
+            draws, faults = self._slots.draws(
+                rows.tolist(), slots[rows].tolist(), ends[rows].tolist(), token_ids[lasts].tolist()
             )
             if faults:
-                whole = [place for place, row in enumerate(rows.tolist()) if row not in faults]
-                rows, logits_there = rows[whole], logits_there[whole]
-            outputs = sample_there(self._sampler, logits_there, list(draws.values()))
-            for row, sampled in zip(rows.tolist(), outputs, strict=True):
-                if sampled is None:
-                    faults[row] = "its logits are not finite"
-                else:
-                    ids[row] = (sampled[0],)
-                    logprobs[row] = None if sampled[1] is None else (sampled[1],)
-        prompts = self._score(slots, step, hidden, faults)
-        if (
-            self.model.device.type == "cuda"
-        ):  # its blocks may be copied by another stream as soon as it is over
-            torch.cuda.current_stream(self.model.device).synchronize()
-        self._count(slots.tolist(), ids)
-        return StepResult(tuple(ids), tuple(logprobs), prompts, faults)
+                whole = np.flatnonzero([row not in faults for row in rows.tolist()])
+                rows, logits_there = rows[whole], logits_there[send_up(whole, logits_there.device)]
+            drawing = draw(self._sampler, logits_there, list(draws.values()))
+            if self._device_steps is not None and drawing.ids is not None:
+                self._device_steps.sampled(rows, drawing.ids)
+        slot_list = slots.tolist()
+        return LaunchedStep(
+            slots,
+            ends,
+            samples,
+            drawing=drawing,
+            drawn_rows=tuple(rows.tolist()),
+            scores=self._score(slot_list, step, hidden),
+            counting=self._slots.counting(slot_list),
+            faults=faults,
+            follows=follows,
+            before=before,
+            over=StreamPoint(self.model.device),
+        )
+
+    def _follows(
+        self, token_ids: np.ndarray, step: StepLayout, before: LaunchedStep | None
+    ) -> dict[int, int]:
+        """By row: the row of the step before whose token it takes."""
+        places = np.flatnonzero(token_ids < 0)
+        if not len(places):
+            return {}
+        assert self._device_steps is not None and before is not None, "no step before has its tokens there"
+        rows = np.searchsorted(step.firsts, places, side="right") - 1
+        theirs = -1 - token_ids[places]
+        goes_on = (before.slots[theirs] == step.slots[rows]) & (before.ends[theirs] == step.starts[rows])
+        right = goes_on & before.samples[theirs] & (step.counts[rows] == 1)
+        assert right.all(), "a row is not the next of the one it follows"
+        return dict(zip(rows.tolist(), theirs.tolist(), strict=True))
 
     def _forward(
         self, token_ids: np.ndarray, step: StepLayout, lasts: np.ndarray
@@ -274,68 +244,12 @@ class ModelRunner:
         hidden = self.model.forward(torch.from_numpy(token_ids).to(device), step, self.cache)
         return hidden, hidden[torch.from_numpy(lasts).to(device)]
 
-    def _count(self, slots: list[int], ids: list[tuple[int, ...]]) -> None:
-        """The last thing that a step does, and nothing in it raises: one that does is run again, row by row."""
-        if not self._counting:
-            return
-        for slot, row in zip(slots, ids, strict=True):
-            if slot in self._counting:
-                for token_id in row:
-                    self._counting[slot].append(token_id)
-
-    def _score(
-        self, slots: np.ndarray, step: StepLayout, hidden: torch.Tensor, faults: dict[int, str]
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Log-probabilities of prompt tokens, by row; rows that cannot be scored are added to `faults`."""
-        if not self._scoring:
-            return {}
-        rows = {}
-        for row, slot in enumerate(slots.tolist()):
-            prompt = self._scoring.get(slot)
-            if prompt is not None:
-                start, count = int(step.starts[row]), int(step.counts[row])
-                rows[row] = ScoringRow(prompt, int(step.firsts[row]), start, start + count)
-        prompts = {}
-        for row, said in zip(
-            rows, score(self.model, self._sampler, hidden, list(rows.values())), strict=True
-        ):
-            if said is None:
-                faults[row] = "its logits are not finite"
-            elif said:
-                prompts[row] = said
-        return prompts
-
-    def _draws(
-        self, rows: list[int], slots: list[int], ends: list[int], newest: list[int]
-    ) -> tuple[dict[int, Draw], dict[int, str]]:
-        """By row: how it is drawn, or why it cannot be. `newest` are the rows' last tokens, `ends` their lengths."""
-        draws: dict[int, Draw] = {}
-        faults: dict[int, str] = {}
-        for row, slot, end, token_id in zip(rows, slots, ends, newest, strict=True):
-            held = self._slots[slot]
-            assert held is not None  # it has blocks
-            index = end - held.prompt_len
-            if held.fault is not None:
-                faults[row] = held.fault
-            elif held.matcher is None:
-                draws[row] = Draw(held.sampling, index, held.counts)
-            else:
-                try:
-                    allowed = _allowed(held.matcher, index, token_id, held.sampling.end_token_ids)
-                except GrammarFault as fault:
-                    faults[row] = str(fault)
-                else:
-                    draws[row] = Draw(held.sampling, index, held.counts, allowed)
-        return draws, faults
-
-
-def _allowed(matcher: Matcher, index: int, newest: int, end_token_ids: Sequence[int]) -> np.ndarray:
-    """The mask of output `index`. The matcher takes a token in when the next one is asked for: so a step that is
-    run again, because another row of it raised, finds it as it was. Raises GrammarFault."""
-    if matcher.num_consumed == index - 1:
-        matcher.consume([newest])
-    assert matcher.num_consumed == index, f"{matcher.num_consumed} outputs replayed, {index} are there"
-    return matcher.allowed(end_token_ids)
+    def _score(self, slots: list[int], step: StepLayout, hidden: torch.Tensor) -> PromptScores | None:
+        """Log-probabilities of prompt tokens, where a row has some to say."""
+        prompts = self._slots.prompts_to_score(slots)
+        if not prompts:
+            return None
+        return PromptScores(self.model, self._sampler, hidden, step, prompts)
 
 
 def load_runner(

@@ -1,6 +1,7 @@
 """Sampling behind one seam: Triton on a GPU, C where it was built, numpy elsewhere. All give the same tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,25 +29,52 @@ class Sampler(Protocol):
         ...
 
 
+class Drawing(Protocol):
+    """Tokens that are being drawn."""
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """int32 `[rows]` where the logits are: each row's token, or -1. None where only the host has them."""
+        ...
+
+    def take(self) -> list[Sampled | None]:
+        """As `Sampler.sample` says it. Where there is a stream, to be asked when the device has come past it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """By the host, at once."""
+
+    sampled: list[Sampled | None]
+
+    @property
+    def ids(self) -> None:
+        return None
+
+    def take(self) -> list[Sampled | None]:
+        return self.sampled
+
+
 @runtime_checkable
-class SamplesThere(Protocol):
-    """A sampler that takes logits where the model left them."""
+class DrawsThere(Protocol):
+    """A sampler that takes logits where the model left them, and waits for nothing."""
 
-    def sample_there(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]: ...
+    def draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> Drawing: ...
 
 
-def sample_there(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
+def draw(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
     """As `sample`, of logits on any device: they come down only where the sampler needs that."""
-    if isinstance(sampler, SamplesThere):
-        return sampler.sample_there(logits, draws)
-    return sampler.sample(logits.cpu().numpy(), draws)
+    if isinstance(sampler, DrawsThere):
+        return sampler.draw(logits, draws)
+    return Drawn(sampler.sample(logits.cpu().numpy(), draws))
 
 
 def choose_sampler(device: torch.device | None = None) -> Sampler:
-    """`device`: where Triton kernels run; None, or a CPU: nowhere."""
+    """`device`: where Triton kernels run, a CPU in their interpreter; None: nowhere."""
     native = load_native()
     host = NumpySampler() if native is None else NativeSampler(native)
-    if device is None or device.type != "cuda":
+    if device is None:
         return host
     from kernels.gpu.sampler import GpuSampler  # nothing of a GPU is imported where there is none
 

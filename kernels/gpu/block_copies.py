@@ -2,8 +2,9 @@
 
 In the stream of the steps a copy would wait for the step that runs, and the next step for the copy; from unpinned
 memory it would make the driver wait for both. What keeps the two apart is known to the host, so no event is needed: a
-step is over before its blocks are read (the runner waits for its stream before it says so), and a copy into a block is
-over before `write` returns, so before a step that reads it is launched.
+step is over before blocks that it filled are read (its result waits for it; the step that may run by then behind it
+writes elsewhere), and a copy into a block is over before `write` returns, so before a step that reads it is launched.
+A block is given to a transfer when no step that is out has it.
 
 Blocks that go together are gathered into one piece on the device and come down in one copy, or go up in one and are
 scattered there: what a copy costs to begin is then paid once.

@@ -1,4 +1,4 @@
-"""What a step needs on the device and what comes back of it: one pinned copy up, one down, tables kept up there.
+"""What a step needs on the device: one pinned copy up, tables and the newest tokens kept up there.
 
 A step's arrays are a few kilobytes, and each copy from unpinned memory costs more than they do: it waits for the
 device. So all of them are written into one pinned buffer and go up in one asynchronous copy; on the device they are
@@ -9,7 +9,8 @@ what a CUDA graph needs. Block tables stay on the device: what joined or grew si
     device             the same                                                                     └ tables' changes ┘
 
 A pinned buffer is written again only when the copy out of it is over: there are two, so that a step can be prepared
-while the one before it still waits in the stream.
+while the one before it still waits in the stream. What lies on the device is written in the stream, behind the kernels
+of the step before that read it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepArrays:
 
 
 class _Pinned:
-    """Host memory that the device copies from or to by itself, and whether it is done."""
+    """Host memory that the device copies from by itself, and whether it is done."""
 
     def __init__(self, num_ints: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -75,7 +76,7 @@ class StepStaging:
         self._row_tables = torch.zeros((num_slots, self._width), dtype=torch.int32, device=device)
         self._changes: list[np.ndarray] = []
         self.newest_ids = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        """By row of the step before: what it sampled."""
+        """By row of the step before: what it sampled, -1 where that was nothing."""
 
     def changed(self, slot: int, first: int, count: int) -> None:
         """Entries `first` and on of a slot's table are others now."""
@@ -137,8 +138,9 @@ class StepStaging:
         return step, self._with_newest(token_ids)
 
     def _with_newest(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Tokens that the host does not know yet are taken from the step before."""
-        newest = self.newest_ids.index_select(0, (-1 - token_ids).clamp_(min=0))
+        """Tokens that the host does not know yet are taken from the step before. Of a row that got none there (its
+        logits were not finite) any id of the vocabulary will do: what comes of it is a fault."""
+        newest = self.newest_ids.index_select(0, (-1 - token_ids).clamp_(min=0)).clamp_(min=0)
         return torch.where(token_ids < 0, newest, token_ids)
 
 
@@ -165,30 +167,3 @@ def _columns(arrays: StepArrays, rows: int) -> list[np.ndarray]:
             (arrays.lasts,),
         )
     ]
-
-
-class IdsDown:
-    """Sampled ids on their way to the host: the copy is put into the stream at once, and waited for when it is needed.
-    Two may be under way."""
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._pinned = [_Pinned(max_rows, device) for _ in range(2)]
-        self._turn = 0
-
-    def bring(self, ids: torch.Tensor) -> ComingIds:
-        """ids `[rows]` int32."""
-        pinned = self._pinned[self._turn]
-        self._turn = 1 - self._turn
-        pinned.tensor[: len(ids)].copy_(ids, non_blocking=True)
-        pinned.copying()
-        return ComingIds(pinned, len(ids))
-
-
-class ComingIds:
-    def __init__(self, pinned: _Pinned, count: int) -> None:
-        self._pinned, self._count = pinned, count
-
-    def wait(self) -> np.ndarray:
-        """A copy, once they are here."""
-        self._pinned.wait()
-        return self._pinned.array[: self._count].copy()

@@ -2,7 +2,7 @@
 
 The model's kernels read what varies from the arrays of a `DeviceStep`. For a batch of decode rows those lie in buffers
 that stay where they are, and a graph replays the layers over them; the output head comes after it, for the rows that
-are there. `newest_ids` is how a row may be told its token by the step before without the host knowing it.
+are there. What a step draws stays on the device too: the next one may have tokens that the host does not know yet.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kernels.gpu.graphs import Again, Capture, CudaCapture, DecodeGraphs
 from kernels.gpu.staging import StepArrays, StepStaging
 from kernels.model import CausalModel
 from kernels.step import StepLayout
+from kernels.stream import send_up
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,6 @@ class DeviceSteps:
         self._staging = StepStaging(tables, max_step_tokens, device)
         self.graphs = None if capture is None else DecodeGraphs(self._decode, len(tables), capture)
 
-    @property
-    def newest_ids(self) -> torch.Tensor:
-        """`[max_num_seqs]` int32, for a sampler to write: row r of a step takes its token from here where its token id
-        is -1 - r of the rows before."""
-        return self._staging.newest_ids
-
     def blocks_changed(self, slot: int, first: int, count: int) -> None:
         """Entries `first` and on of a slot's table are others now."""
         self._staging.changed(slot, first, count)
@@ -63,8 +58,8 @@ class DeviceSteps:
     def run(
         self, token_ids: np.ndarray, step: StepLayout, lasts: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids `[tokens]`, `lasts` `[n]`: tokens whose hidden states are wanted apart. Returns hidden states
-        `[tokens, hidden]` and those `[n, hidden]`, which the next step overwrites."""
+        """token_ids `[tokens]`, below 0 as `sampled` says; `lasts` `[n]`: tokens whose hidden states are wanted apart.
+        Returns hidden states `[tokens, hidden]` and those `[n, hidden]`, which the next step overwrites."""
         rows, tokens = len(step.starts), step.num_tokens
         arrays = StepArrays(
             step.starts, step.counts, step.slots.astype(np.int32), lasts.astype(np.int32), token_ids
@@ -85,6 +80,15 @@ class DeviceSteps:
         if len(lasts) == tokens:  # each token of the step, in order
             return hidden, hidden
         return hidden, hidden.index_select(0, self._staging.lasts(padded, tokens + padded - rows, len(lasts)))
+
+    def sampled(self, rows: np.ndarray, ids: torch.Tensor) -> None:
+        """`rows` of the step that was run last drew `ids` int32 `[rows]`. Where a token id of the next step is -1 - r,
+        it is what row r drew."""
+        newest = self._staging.newest_ids
+        if len(rows) and rows[-1] == len(rows) - 1:  # all up to there
+            newest[: len(rows)].copy_(ids)
+        else:
+            newest.index_copy_(0, send_up(rows, self._device), ids)
 
     def _decode(self, rows: int) -> torch.Tensor:
         """A step of one token a row at most, over the buffers as they are: nothing here may look at what they hold.

@@ -11,7 +11,7 @@ import pytest
 
 from common.batching import Batch
 from common.lifecycle import Phase
-from common.request import Key, pack_ids
+from common.request import Grammar, Key, pack_ids
 from common.sequence import Sequence
 from decode_node.chunk_budget import MIN_CHUNK
 from decode_node.passing import ASKS_FOR_S, MAX_PASSES
@@ -512,10 +512,10 @@ def test_story_of_an_answer_that_had_ended() -> None:
 
 
 def test_story_of_rows_that_need_their_token_here() -> None:
-    """Log-probabilities, penalties and grammars are the host's: such rows wait until their token is seen."""
+    """Penalties and grammars are the host's: such rows wait until their token is seen. Log-probabilities need not."""
     bench = Bench(max_inflight=2)
     asked: list[dict[str, Any]] = [
-        {"logprobs": 1},
+        {"grammar": Grammar("regex", "a")},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.5},
         {"frequency_penalty": -1.0},
@@ -525,7 +525,9 @@ def test_story_of_rows_that_need_their_token_here() -> None:
         made = request(f"r{number}", ids, 5)
         made = replace(made, sampling=replace(made.sampling, **changes))
         bench._expect(bench.scheduler.add(made, attempt(), b"", bench.now), ids, 5)
-    free = bench.add("free", prompt(7, 900), 6)
+    made = request("free", ids := prompt(7, 900), 6)
+    made = replace(made, sampling=replace(made.sampling, logprobs=1))
+    free = bench._expect(bench.scheduler.add(made, attempt(), b"", bench.now), ids, 6)
     while bench.scheduler.num_waiting or bench.scheduler._prefilling:
         bench.step()
     first, second = ahead_of(bench)

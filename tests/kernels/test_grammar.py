@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from common.request import Grammar
 from kernels import grammar as grammars
 from kernels.grammar import BadGrammar, GrammarCompiler, GrammarFault, end_ids
-from kernels.runner import NO_GRAMMARS, ModelRunner, load_runner
+from kernels.runner import ModelRunner, load_runner
 from kernels.sampler import choose_sampler
 from kernels.sampling import Draw, Sampled, TokenCounts, adjust
+from kernels.slots import NO_GRAMMARS
 from kernels.step import TokenLogprob
 from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
 

@@ -13,7 +13,7 @@ from kernels.gpu.sampler import GpuSampler
 from kernels.gpu.sampling import sample_on_device
 from kernels.gpu.sampling_table import SamplingTable
 from kernels.runner import load_runner
-from kernels.sampler import choose_sampler, sample_there
+from kernels.sampler import choose_sampler, draw
 from kernels.sampling import Draw, NumpySampler, TokenCounts, adjust, keep, weigh
 from kernels.step import SamplingLike
 from tests.kernels.driving import Sampling, generate, random_prompts
@@ -252,8 +252,10 @@ def test_the_sampler_gives_what_numpy_gives_log_probabilities_included() -> None
     sampler = GpuSampler(torch.device("cpu"), NumpySampler())
     expected = NumpySampler().sample(logits, draws)
     assert sampler.sample(logits, draws) == expected and expected[3] is None
-    assert sample_there(sampler, torch.from_numpy(logits), draws) == expected
-    assert sample_there(NumpySampler(), torch.from_numpy(logits), draws) == expected
+    for one in (sampler, NumpySampler()):
+        assert draw(one, torch.from_numpy(logits), draws).take() == expected
+    ids = draw(sampler, torch.from_numpy(logits), draws).ids
+    assert ids is not None and ids.tolist() == [-1 if row is None else row[0] for row in expected]
     assert sampler.sample(logits[:0], []) == []
 
 

@@ -1,14 +1,16 @@
-"""A step's arrays on their way to the device and ids on their way back: what lies where, however steps follow."""
+"""A step's arrays on their way to the device: what lies where, however steps follow."""
 
 from __future__ import annotations
 
 import random
 
 import numpy as np
+import pytest
 import torch
 
+import kernels.gpu.staging
 from kernels.gpu.device_step import DeviceStep
-from kernels.gpu.staging import CHANGES, IdsDown, StepArrays, StepStaging
+from kernels.gpu.staging import CHANGES, StepArrays, StepStaging, _Pinned
 from tests.kernels.gpu.grid import device_step
 
 CPU = torch.device("cpu")
@@ -101,12 +103,33 @@ def test_a_token_that_the_host_does_not_know_is_the_one_sampled_before() -> None
     assert ids.tolist() == [102, 9, 100, 0, 104]
 
 
-def test_two_steps_ids_may_be_on_their_way() -> None:
-    down = IdsDown(4, CPU)
-    first = down.bring(torch.tensor([1, 2, 3], dtype=torch.int32))
-    second = down.bring(torch.tensor([4, 5], dtype=torch.int32))
-    assert first.wait().tolist() == [1, 2, 3] and second.wait().tolist() == [4, 5]
-    kept = second.wait()
-    down.bring(torch.tensor([6], dtype=torch.int32))
-    down.bring(torch.tensor([7], dtype=torch.int32))
-    assert kept.tolist() == [4, 5]
+class Busy(_Pinned):
+    """Memory that the device still copies from: whoever writes there without waiting is stopped."""
+
+    def __init__(self, num_ints: int, device: torch.device) -> None:
+        super().__init__(num_ints, device)
+        self._own = self.array
+
+    def wait(self) -> None:
+        self.array = self._own
+
+    def copying(self) -> None:
+        self.array = self._own.view()
+        self.array.flags.writeable = False
+
+
+def test_no_pinned_memory_is_written_while_the_device_copies_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.gpu.staging, "_Pinned", Busy)
+    staging = StepStaging(np.zeros((4, 10), dtype=np.int32), 16, CPU)
+    for number in range(5):
+        staging.changed(number % 4, 0, 10)
+        staging.upload(arrays([number], [1], [0], [3], [0]), 1)
+        assert sum(not pinned.array.flags.writeable for pinned in staging._pinned) == min(number + 1, 2)
+
+
+def test_a_token_that_was_none_is_one_of_the_vocabulary() -> None:
+    staging = StepStaging(np.zeros((2, 2), dtype=np.int32), 16, CPU)
+    staging.newest_ids.copy_(torch.tensor([-1, 7], dtype=torch.int32))
+    staging.upload(arrays([4, 5], [1, 1], [0, 1], [-1, -2], []), 2)
+    _, ids = staging.on_device(2, 2, max_count=1, max_end=8)
+    assert ids.tolist() == [0, 7], "-1 would point outside the embedding, and end a GPU's context"
