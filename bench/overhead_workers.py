@@ -27,9 +27,9 @@ from common.request import (
 from common.wire import encode
 from decode_node.worker import DecodeWorker
 from prefill_node.worker import PrefillWorker
+from transfer.isolating import Row
 from transfer.receiver import TransferReceiver
 from transfer.sender import TransferSender
-from transfer.worker_process import Row
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 368_640  # of the default model in bf16

@@ -33,6 +33,7 @@ def _make_worker(
     fingerprint: str,
     block_bytes: int,
     vocab_size: int,
+    max_inflight: int,
 ) -> DecodeWorker:
     return DecodeWorker(
         core,
@@ -42,4 +43,5 @@ def _make_worker(
         forming=forming,
         vocab_size=vocab_size,
         policy=policy,
+        max_inflight=max_inflight,
     )

@@ -83,6 +83,7 @@ class DecodeWorker:
         self._moved_bytes: dict[Key, int] = {}
         self._pending: list[Effect] = []
         self.records = Records()
+        self.max_inflight = max_inflight
         self.draining = False
 
     @property

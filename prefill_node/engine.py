@@ -20,8 +20,9 @@ def run(settings: WorkerSettings) -> int:
 
 
 def _make_worker(
-    policy: Policy, core: BatchingCore, fingerprint: str, block_bytes: int, _vocab_size: int
+    policy: Policy, core: BatchingCore, fingerprint: str, block_bytes: int, _vocab_size: int, _inflight: int
 ) -> PrefillWorker:
-    """Its forward pass looks at every prompt's ids itself."""
+    """Its forward pass looks at every prompt's ids itself. One batch at a time: what it samples goes elsewhere, and a
+    chunk is long beside what is decided between two."""
     sender = TransferSender(block_bytes=block_bytes)
     return PrefillWorker(core, sender, fingerprint=fingerprint, block_bytes=block_bytes, policy=policy)

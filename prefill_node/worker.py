@@ -53,6 +53,8 @@ _QUEUE_FULL_RETRY_S = 0.1
 class PrefillWorker:
     """`turn` must be called after every call that may leave something to do; engines call it on each loop."""
 
+    max_inflight = 1
+
     def __init__(
         self,
         core: BatchingCore,

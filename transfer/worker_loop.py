@@ -45,7 +45,7 @@ from transfer.channel import Arrived, store_wanted
 from transfer.grammar_gate import GrammarGate
 from transfer.grammars_in_use import GrammarsInUse, Holds
 from transfer.links import Links, peer_of
-from transfer.pure_worker import PureWorker, Step
+from transfer.pure_worker import Launch, PureWorker, Step
 from transfer.stepping import Stepping
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,11 @@ class WorkerLoop:
         card: Register,
         *,
         shutdown_timeout_s: float,
+        launch: Launch | None = None,
     ) -> None:
+        """`launch`: for a node that has two batches out, in place of `step`."""
         self._node = node
-        self._stepping = Stepping(node, step, self._tell_loop)
+        self._stepping = Stepping(node, step, self._tell_loop, launch)
         self._lock = self._stepping.lock
         self._grammars = grammars
         self._gate = GrammarGate()

@@ -16,7 +16,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Protocol
 
 import uvloop
 
-from common.batching import Batch, BatchingCore, RowResult
+from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
 from common.coming_back import COMES_BACK
 from common.config import WorkerSettings
@@ -35,12 +35,13 @@ from common.fingerprint import Fingerprint, Value, digest
 from common.long_lived import keep_out_of_collections
 from common.messages import PeerAddress, Register, Role, Sender
 from common.process_space import process_space
-from common.request import Grammar, Incarnation, TokenLogprobs
+from common.request import Grammar, Incarnation
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
 from transfer.addresses import address_towards
 from transfer.cluster_key import ClusterKey, key_of
+from transfer.isolating import ComingStep, IsolatingSteps
 from transfer.links import Links
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.pure_worker import PureWorker
@@ -54,27 +55,6 @@ CPU_STEP_TOKENS = 256
 DEVICE_STEP_TOKENS = 2048
 
 
-class LogprobLike(Protocol):
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-class StepResult(Protocol):
-    """Per row: ids (none where it does not sample) and log-probabilities (None where not asked). `prompts`: what
-    rows tell of their prompts. `faults`: rows that should have sampled or scored and could not."""
-
-    @property
-    def ids(self) -> Seq[tuple[int, ...]]: ...
-    @property
-    def logprobs(self) -> Seq[Seq[LogprobLike] | None]: ...
-    @property
-    def prompts(self) -> Mapping[int, Seq[LogprobLike]]: ...
-    @property
-    def faults(self) -> Mapping[int, str]: ...
-
-
 class Runner(Protocol):
     """What this file needs of `kernels.runner.ModelRunner`."""
 
@@ -85,8 +65,13 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a batch may name tokens that the batch before it has yet to draw."""
+        ...
+
     def describe(self) -> dict[str, str | int | float]: ...
-    def run(self, batch: Batch) -> StepResult: ...
+    def launch(self, batch: Batch) -> ComingStep: ...
     def prepare_grammars(self) -> None: ...
     def has_grammar(self, kind: str, text: str) -> bool: ...
     def compile_grammar(self, kind: str, text: str) -> str | None:
@@ -119,20 +104,9 @@ class LoadModel(Protocol):
     ) -> tuple[Path, Runner]: ...
 
 
-MakeNode = Callable[[BatchingCore, str, int, int], PureWorker]
-"""Batching core, fingerprint digest, bytes per block, ids of the vocabulary to the pure worker of a role."""
-
-
-@dataclass(slots=True)
-class Row:
-    """One row's result in the terms of `common`. Not frozen: one for every token."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-NOTHING = Row((), None)
+MakeNode = Callable[[BatchingCore, str, int, int, int], PureWorker]
+"""Batching core, fingerprint digest, bytes per block, ids of the vocabulary and batches that the runner takes at a time
+to the pure worker of a role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +193,21 @@ async def _serve(
         fingerprint=digest(fingerprint),
         tenant_scope=settings.prefix_cache_scope == "tenant",
     )
-    node = make_node(core, digest(fingerprint), layout.block_bytes, runner.vocab_size)
+    most_inflight = 2 if runner.runs_ahead else 1
+    node = make_node(core, digest(fingerprint), layout.block_bytes, runner.vocab_size, most_inflight)
+    steps = IsolatingSteps(runner)
     links = _links(settings, role, me, runner.cache, segment, node.records.counters, key)
     address = links.bind(*own_endpoints(settings))
     log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))
     loop = WorkerLoop(
         node,
-        lambda batch: run_isolating(runner, batch),
+        steps.run,
         RunnerGrammars(runner),
         runner.cache,
         links,
         _card(settings, role, runner, address, links.channels, fingerprint, threads),
         shutdown_timeout_s=settings.shutdown_timeout,
+        launch=steps.launch if node.max_inflight > 1 else None,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, loop.stop)
@@ -329,62 +306,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
-
-
-def run_isolating(runner: Runner, batch: Batch) -> tuple[Seq[RowResult], dict[int, str]]:
-    """Runs a step; the second part names the rows that could not be computed. When the step raises, each row is
-    tried alone: those that raise again are named, the others go on.
-
-    Rows may be computed again without harm: the same tokens give the same KV in the same places.
-    """
-    try:
-        result = runner.run(batch)
-        return _rows(result), dict(result.faults)
-    except Exception:
-        log.exception("a step of %d rows raised; trying its rows one by one", len(batch.rows))
-    results: list[RowResult] = []
-    failed: dict[int, str] = {}
-    for index, single in enumerate(_one_by_one(batch)):
-        try:
-            result = runner.run(single)
-            results += _rows(result)
-            if result.faults:
-                failed[index] = result.faults[0]
-        except Exception as error:
-            log.exception("request %s raised alone", batch.rows[index].key[0])
-            failed[index] = f"{type(error).__name__} in its step"
-            results.append(NOTHING)
-    return results, failed
-
-
-def _one_by_one(batch: Batch) -> list[Batch]:
-    """A batch per row. The slots' changes stand in the batch that raised: the runner applies those first."""
-    singles = []
-    first = 0
-    for index, count in enumerate(batch.counts):
-        singles.append(
-            Batch(
-                slots=[batch.slots[index]],
-                starts=[batch.starts[index]],
-                counts=[count],
-                samples=[batch.samples[index]],
-                token_ids=batch.token_ids[first : first + count],
-                rows=[batch.rows[index]],
-            )
-        )
-        first += count
-    return singles
-
-
-def _rows(result: StepResult) -> list[RowResult]:
-    each = zip(result.ids, result.logprobs, strict=True)
-    rows: list[RowResult] = [
-        Row(ids, None if logprobs is None else _said(logprobs)) if ids else NOTHING for ids, logprobs in each
-    ]
-    for index, said in result.prompts.items():
-        rows[index] = Row(rows[index].ids, rows[index].logprobs, _said(said))
-    return rows
-
-
-def _said(logprobs: Seq[LogprobLike]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(one.logprob, one.top) for one in logprobs)

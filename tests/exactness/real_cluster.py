@@ -18,7 +18,7 @@ from common.request import Request, RequestId, SamplingParams, TokenLogprobs, pa
 from kernels.cache import CacheLayout, PagedCache
 from kernels.model import CausalModel
 from kernels.runner import ModelRunner
-from transfer.worker_process import run_isolating
+from transfer.isolating import IsolatingSteps
 
 BLOCK = 16
 THREADS = 1  # with more, threads that wait for each other make the tests crawl on a busy machine
@@ -67,12 +67,13 @@ class RealWorker(VirtualWorker):
         self.runner = ModelRunner(
             self._model, cache, shape.max_num_seqs, self._max_model_len, THREADS, "test"
         )
+        self._steps = IsolatingSteps(self.runner)
 
     def compute(self, batch: Batch) -> Sequence[RowResult]:
         if self.before_step is not None:
             self.before_step(self, batch)
         self.num_steps += 1
-        results, failed = run_isolating(self.runner, batch)
+        results, failed = self._steps.run(batch)
         assert not failed, failed
         return results
 

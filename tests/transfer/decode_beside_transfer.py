@@ -35,10 +35,10 @@ from kernels.loading import load_for_worker
 from tests.fuzz.scenes import FRONT, HonestCoordinator, key_of, worker_running
 from tests.transfer.bare_pool import BarePool
 from tests.transfer.channel_ends import Giver, until
+from transfer.isolating import IsolatingSteps
 from transfer.links import Links
 from transfer.own_channels import receiving_ends
 from transfer.receiver import TransferReceiver
-from transfer.worker_process import run_isolating
 
 LIMIT = 1.25
 ROWS = 8
@@ -136,12 +136,12 @@ class Steps:
     """Runs the model and keeps how long its steps took from the loop's side: what a token waits for."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        self._steps = IsolatingSteps(runner)
         self.seconds: list[float] = []
         self._last = 0.0
 
     def __call__(self, batch: Batch) -> tuple[Seq[RowResult], dict[int, str]]:
-        results = run_isolating(self._runner, batch)
+        results = self._steps.run(batch)
         now = time.monotonic()
         if len(batch.rows) == ROWS and batch.num_tokens == ROWS:
             self.seconds.append(now - self._last)  # from the end of a step to the end of the next
