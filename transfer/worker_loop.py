@@ -26,7 +26,6 @@ from common.effects import (
     ToSender,
     gathered,
 )
-from common.errors import BadConfiguration
 from common.messages import (
     AboutRequest,
     Drain,
@@ -46,19 +45,10 @@ from transfer.grammar_gate import GrammarGate
 from transfer.grammars_in_use import GrammarsInUse, Holds
 from transfer.links import Links, peer_of
 from transfer.pure_worker import Launch, PureWorker, Step
+from transfer.registration import Registration, why_refused
 from transfer.stepping import Stepping
 
 log = logging.getLogger(__name__)
-
-REGISTER_AGAIN_S = 1.0
-_REMEDIES = {
-    "worker_id": "give it another --worker-id",
-    "transfer": "let one --transfer be possible for both",
-}
-_OTHERWISE = (
-    "KV may only pass between equals: start it with the model, dtype, block size and release of the others"
-)
-SILENCE_S = 2.5  # under the time after which the coordinator takes a silent worker for lost
 
 
 class Grammars(Holds, Protocol):
@@ -95,14 +85,12 @@ class WorkerLoop:
         self._links = links
         links.computing = self._step_wants_our_cores
         self._card = card
+        self._registration = Registration(links, card, self._send_heartbeat)
         self._shutdown_timeout_s = shutdown_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._registered = asyncio.Event()
         self._changed = asyncio.Event()  # something ended: whoever waits for idleness looks again
         self._failure: asyncio.Future[None] | None = None
-        self._heartbeat_interval_s = 0.5
-        self._answered_at = time.monotonic()
         self._asked_to_stop = asyncio.Event()
         self._drain_until = float("inf")
         self._signalled = self._stop_at_once = self._told_to_change = False
@@ -115,7 +103,7 @@ class WorkerLoop:
         self._loop = asyncio.get_running_loop()
         self._failure = self._loop.create_future()
         self._links.start(coordinator, self._from_coordinator, self._from_peer, self._blocks, self._peer_gone)
-        beating = asyncio.create_task(self._beat())
+        beating = asyncio.create_task(self._registration.keep())
         stopping = asyncio.create_task(self._asked_to_stop.wait())
         try:
             ends: set[asyncio.Future[Any]] = {beating, stopping, self._failure}
@@ -182,35 +170,6 @@ class WorkerLoop:
             self._carry_out(self._node.turn(time.monotonic()))
             self._send_heartbeat()
 
-    async def _beat(self) -> None:
-        """Heartbeats; while they stay unanswered, registrations too: the coordinator may be another one by now."""
-        while True:
-            if self._registered.is_set():
-                self._send_heartbeat()
-                self._notice_silence()
-                await asyncio.sleep(self._heartbeat_interval_s)
-            else:
-                self._links.to_coordinator(self._card)
-                try:
-                    await asyncio.wait_for(self._registered.wait(), REGISTER_AGAIN_S)
-                except TimeoutError:
-                    log.info("waiting for the coordinator")
-                    if time.monotonic() - self._answered_at > SILENCE_S:
-                        self._connect_again()
-
-    def _notice_silence(self) -> None:
-        silent_s = time.monotonic() - self._answered_at
-        if silent_s > SILENCE_S:
-            log.warning(
-                "the coordinator has not answered for %.1f s; connecting and registering again", silent_s
-            )
-            self._registered.clear()
-            self._connect_again()
-
-    def _connect_again(self) -> None:
-        self._answered_at = time.monotonic()
-        self._links.reconnect_control()
-
     def _send_heartbeat(self) -> None:
         with self._lock:
             started = self._stepping.started
@@ -228,19 +187,12 @@ class WorkerLoop:
     def _hear_coordinator(self, message: Message, sender: Sender) -> None:
         match message:
             case Registered():
-                self._answered_at = time.monotonic()
-                self._heartbeat_interval_s = message.heartbeat_interval_s
-                self._links.connect_fronts(message.fronts)
-                if not self._registered.is_set():
-                    self._say_limit(message.max_model_len)
-                self._registered.set()
+                self._registration.accepted(message)
             case RegistrationRefused():
-                self._refused(message)
+                if self._failure is not None and not self._failure.done():
+                    self._failure.set_exception(why_refused(message))
             case HeartbeatAck():
-                self._answered_at = time.monotonic()
-                if not message.known:
-                    self._registered.clear()
-                    self._links.to_coordinator(self._card)
+                self._registration.answered(message)
                 for key in message.abort:
                     self._carry_out(
                         self._node.abort(key, "the coordinator does not want it", time.monotonic())
@@ -257,24 +209,6 @@ class WorkerLoop:
     def _step_wants_our_cores(self) -> bool:
         """One on a device leaves them to us."""
         return self._stepping.started is not None and self._card.device == "cpu"
-
-    def _say_limit(self, tokens: int) -> None:
-        log.info("registered; longest prompt and answer together: %d tokens", tokens)
-        if tokens < self._card.max_model_len:
-            log.warning(
-                "that is less than the %d tokens that this worker's model takes: some worker's pool is smaller "
-                "(--kv-cache-memory, --num-kv-blocks), or its --max-model-len",
-                self._card.max_model_len,
-            )
-
-    def _refused(self, message: RegistrationRefused) -> None:
-        if self._failure is None or self._failure.done():
-            return
-        reason = (
-            f"refused by the coordinator: {message.field} is {message.ours} there and {message.theirs} here; "
-            f"{_REMEDIES.get(message.field, _OTHERWISE)}"
-        )
-        self._failure.set_exception(BadConfiguration(reason))
 
     def _from_peer(self, message: Message, sender: Sender) -> None:
         """From a prefill worker, or the answer of the decode worker that was spoken to."""
