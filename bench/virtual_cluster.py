@@ -11,7 +11,7 @@ worker, `virtual_network.py` carries what they say to each other, or does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from bench.virtual_clock import VirtualClock
@@ -21,6 +21,7 @@ from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.effects import Effect, ToFront, ToWorker
 from common.front_messages import Admitted, CancelRequest, Rejected, RequestEnded, StopRequest, Submit
 from common.messages import Message, Role, Sender, Tokens
+from common.ordering import POLICIES, PolicyName
 from common.request import (
     FrontId,
     Incarnation,
@@ -75,19 +76,24 @@ class VirtualCluster:
         local_prefill: bool = False,
         refuse_late: bool = True,
         decode_step_time: StepTime | None = None,
+        policy: PolicyName = "fair",
     ) -> None:
         self.clock = VirtualClock()
         self.random = Random(seed)
         self.network = VirtualNetwork(self.clock, RandomFaults(faults or Faults(), self.random))
         self.answers: dict[RequestId, Answer] = {}
         self._max_queue = max_queue
+        self._order = policy
         self._targets = targets
         self._local_prefill = local_prefill
         self._refuse_late = refuse_late
         self._epoch = 0
         self._start_coordinator()
         self.network.join(COORDINATOR, self._receive)
-        shapes = {"prefill": prefill_shape or Shape(), "decode": decode_shape or Shape()}
+        shapes = {
+            "prefill": replace(prefill_shape or Shape(), policy=policy),
+            "decode": replace(decode_shape or Shape(), policy=policy),
+        }
         prefill_time = step_time or StepTime()
         times = {"prefill": prefill_time, "decode": decode_step_time or prefill_time}
         names: list[tuple[str, Role]] = [(f"prefill-{i}", "prefill") for i in range(num_prefill)]
@@ -235,7 +241,7 @@ class VirtualCluster:
             Registry(
                 tokenizer_hash=None, fronts={FRONT: "virtual://front"}, heartbeat_interval_s=HEARTBEAT_S
             ),
-            WaitingQueue(max_requests=self._max_queue, max_tokens=1 << 40),
+            WaitingQueue(max_requests=self._max_queue, max_tokens=1 << 40, policy=POLICIES[self._order]),
             first_attempt=first_attempt_of_epoch(self._epoch),
             targets=self._targets,
             local_prefill=self._local_prefill,

@@ -9,6 +9,7 @@ from bench.virtual_model import VirtualModel
 from common.batching import Batch, BatchingCore, RowResult
 from common.blocks import BlockPool
 from common.messages import PeerAddress, Register, Role, Sender
+from common.ordering import POLICIES, PolicyName
 from common.request import Incarnation, WorkerId
 from common.roles import id_in_other_role, other_role
 from decode_node.forming import RequestLevel
@@ -48,6 +49,7 @@ class Shape:
     prefix_caching: bool = True
     batch_timeout_s: float | None = None
     max_inflight: int = 1
+    policy: PolicyName = "fair"
 
 
 class VirtualWorker:
@@ -82,7 +84,11 @@ class VirtualWorker:
         if self.role == "prefill":
             self.transfers = TransferSender(block_bytes=BLOCK_BYTES, window_bytes=WINDOW_BYTES)
             self.node = PrefillWorker(
-                self.core, self.transfers, fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES
+                self.core,
+                self.transfers,
+                fingerprint=FINGERPRINT,
+                block_bytes=BLOCK_BYTES,
+                policy=POLICIES[shape.policy],
             )
         else:
             self.transfers = TransferReceiver(block_bytes=BLOCK_BYTES)
@@ -94,6 +100,7 @@ class VirtualWorker:
                 block_bytes=BLOCK_BYTES,
                 forming=None if timeout_s is None else RequestLevel(shape.max_num_seqs, timeout_s),
                 max_inflight=shape.max_inflight,
+                policy=POLICIES[shape.policy],
             )
 
     def change_role(self) -> None:

@@ -16,8 +16,8 @@ set all tiers have the same tenant. A tenant that uses two tiers has two lanes, 
 Ageing, in the queue and on both nodes: whoever was not served for AGEING_S takes the next aged turn, the one that has
 waited longest first, and there is one such turn in AGEING_S. So
 
-- whoever waits with k others that have waited longer has its turn within (k + 2) x AGEING_S, whatever class it is of
-  and whatever its tenant has used, as long as its turn finds room for it;
+- whoever waits with k others that have waited longer has its turn within (k + 2) x (AGEING_S + the time from one turn
+  to the next), whatever class it is of and whatever its tenant has used, as long as its turn finds room for it;
 - a higher class is delayed by aged ones by one chunk in AGEING_S at most: on a worker a turn is one chunk.
 
 Both bounds at once: moving all of a class up after a while would keep the first and break the second, since a thousand

@@ -3,7 +3,7 @@
 The rule of the queue: in order, and one without room lets a few behind it pass, so that a long prompt does not
 idle the pools; but not more than MAX_PASSES in all, so that it does not wait for ever. One that no worker that is left
 could hold is passed by all: room made for it would be of no use. So is a prompt longer than a step while every worker
-has such a one to compute: who passes it takes nothing of what it waits for (see `router.py`), and it is next when that
+has such a one before it: who passes it takes nothing of what it waits for (see `router.py`), and it is next when that
 one is done. One that was promised its first token within a time is passed by nobody else: what was forecast for it is
 what is before it. A dispatch is a command, said again by the cluster until a worker has answered it.
 
@@ -153,15 +153,20 @@ class Dispatcher:
         computers = self._registry.usable("prefill") or deciders
         computers = computers + [w for w in deciders if w not in computers and self._placing.may_be_local(w)]
         step_tokens = max((worker.card.max_num_batched_tokens for worker in computers), default=0)
-        taken_class = max(map(self._router.first_long_class, computers), default=float("inf"))
+        waits: dict[int, int] = {}  # class → the least tokens known to wait for a long one
         passed = 0
 
         def wanted(entry: Entry) -> bool:
             nonlocal passed
             if entry.longest > room:
                 return False
-            if entry.tokens <= step_tokens or entry.lane[0] < taken_class or passed == MAX_LONG_PASSED:
+            if entry.tokens <= step_tokens or passed == MAX_LONG_PASSED:
                 return True
+            number, tokens = entry.lane[0], entry.tokens
+            if tokens < waits.get(number, tokens + 1):  # who has more waits as well
+                if not all(self._router.has_long(worker, tokens, number) for worker in computers):
+                    return True
+                waits[number] = tokens
             passed += 1
             return False
 

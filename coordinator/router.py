@@ -1,12 +1,12 @@
 """What each worker has been given and what that takes of it; which ones have room for more. Pure.
 
 A prefill worker is given about two steps of prompt tokens ahead and no more, so that order, aborts and deaths cost
-little. Ahead is what goes before: work of a lower class does not, so it keeps no higher one waiting here. A prompt
-longer than a step counts as one step, since on the worker it leaves half of each to short ones, and is given only where
-no other such prompt is ahead: so it keeps no short one waiting here either. A decode worker is given as many requests
-as its batch holds and as many blocks as they need now, plus one each to grow into. One that starts whole batches is
-given a whole one ahead. What is in flight is counted here by dispatch and end, not by heartbeats, which lag: nobody is
-sent to a worker for being idle half a second ago, so load does not swing between workers.
+little. Ahead of a prompt is what goes before it there: nothing of a lower class, and none that is more than LONGER
+times as long, since on the worker such a one leaves half of each step to it (`common/step_budget.py`). So neither keeps
+it waiting here. A decode worker is given as many requests as its batch holds and as many blocks as they need now, plus
+one each to grow into. One that starts whole batches is given a whole one ahead. What is in flight is counted here by
+dispatch and end, not by heartbeats, which lag: nobody is sent to a worker for being idle half a second ago, so load
+does not swing between workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.request import RequestId, WorkerId
+from common.step_budget import LONGER
 from coordinator.registry import Worker
 
 STEPS_AHEAD = 2
@@ -65,20 +66,17 @@ class Prompts:
 
     def has_room(self, tokens: int, number: int, step_tokens: int) -> bool:
         """For a prompt of class `number`."""
-        ahead = 0
-        has_long = False
-        for share in self._by_request.values():
-            if share.number <= number:
-                has_long |= share.tokens > step_tokens
-                ahead += min(share.tokens, step_tokens)
-        if tokens > step_tokens:
-            return not has_long and ahead <= (STEPS_AHEAD - 1) * step_tokens
-        return ahead + tokens <= STEPS_AHEAD * step_tokens
+        ahead = sum(self._ahead(tokens, number))
+        return ahead + min(tokens, step_tokens) <= STEPS_AHEAD * step_tokens
 
-    def first_long_class(self, step_tokens: int) -> float:
-        """The class of its longs that is served first; infinite where it has none."""
-        classes = (share.number for share in self._by_request.values() if share.tokens > step_tokens)
-        return min(classes, default=float("inf"))
+    def has_long(self, tokens: int, number: int, step_tokens: int) -> bool:
+        """Whether such a prompt waits here for one that takes more than a step."""
+        return any(other > step_tokens for other in self._ahead(tokens, number))
+
+    def _ahead(self, tokens: int, number: int) -> list[int]:
+        """Of a prompt of so many tokens: those of the prompts that go before it."""
+        shares, most = self._by_request.values(), LONGER * tokens
+        return [share.tokens for share in shares if share.number <= number and share.tokens <= most]
 
     def seconds_ahead(self, number: int, now: float) -> float:
         """Of work before a prompt of that class: what is of its own or a better one, less what should be done of the
@@ -195,12 +193,12 @@ class Router:
         prompts = self._prompts.get(worker.id)
         return prompts is None or prompts.has_room(tokens, number, worker.card.max_num_batched_tokens)
 
-    def first_long_class(self, worker: Worker) -> float:
-        """Prompts longer than a step are given to it if they are of a class before this one."""
+    def has_long(self, worker: Worker, tokens: int, number: int) -> bool:
+        """Whether such a prompt waits there for one that takes more than a step."""
         prompts = self._prompts.get(worker.id)
         if prompts is None or worker.card.whole_batches:
-            return float("inf")
-        return prompts.first_long_class(worker.card.max_num_batched_tokens)
+            return False
+        return prompts.has_long(tokens, number, worker.card.max_num_batched_tokens)
 
     def batch_share(self, worker: Worker) -> float:
         return len(self.rows(worker.id)) / worker.card.max_num_seqs

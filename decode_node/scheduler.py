@@ -340,7 +340,7 @@ class DecodeScheduler:
         self._prefilling.append(seq)
 
     def _add_chunks(self, order: list[Sequence], tokens: int, now: float) -> None:
-        budget = StepBudget(tokens)
+        budget = StepBudget(tokens, now)
         for seq in order:
             if seq.life.phase is Phase.PREFILLING and not seq.in_batch:
                 budget.give(seq)

@@ -87,7 +87,7 @@ class PrefillScheduler:
         return seq
 
     def schedule(self, now: float) -> Batch | None:
-        budget = StepBudget(self._core.max_num_batched_tokens)
+        budget = StepBudget(self._core.max_num_batched_tokens, now)
         passed: list[Key] = []
         kept = False  # room, for one that was passed often enough
         for seq in self._turns.in_turn([*self._waiting, *self._prefilling], now):

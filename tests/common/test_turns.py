@@ -118,7 +118,7 @@ def test_ageing_gives_one_turn_in_an_interval() -> None:
 
 
 def budget_of(tokens: int, *seqs: Sequence) -> list[tuple[str, int]]:
-    budget = StepBudget(tokens)
+    budget = StepBudget(tokens, now=5.0)
     for seq in seqs:
         budget.give(seq)
     return [(str(seq.key[0]), count) for seq, count in budget.chunks()]
@@ -132,22 +132,28 @@ def test_BR_067_a_long_prompt_leaves_half_to_those_that_can_end() -> None:
     assert budget_of(100, long) == [("l", 100)]
     assert budget_of(100, long, short) == [("l", 80), ("s", 20)]
     assert budget_of(100, short, long, other) == [("s", 20), ("l", 40), ("o", 40)]
-    assert budget_of(100, long, short, other) == [("l", 80), ("s", 20)], "the other cannot end in this step"
+    assert budget_of(100, long, short, other) == [("l", 65), ("s", 20), ("o", 15)], (
+        "half of what is left by then"
+    )
     assert budget_of(100, long, low, urgent) == [("l", 95), ("urgent", 5)], (
         "nothing of it is for a lower class"
     )
     second = sequence(turns, "second", 1000)
     assert budget_of(100, long, second, short) == [("l", 80), ("s", 20)], "one after the other"
+    due, late = sequence(turns, "due", 1000, deadline_s=6.0), sequence(turns, "late", 1000, deadline_s=4.0)
+    assert budget_of(100, due, short) == [("due", 100)], "it may yet be in time"
+    assert budget_of(100, late, short) == [("late", 80), ("s", 20)]
     assert budget_of(0, long) == [] and budget_of(1, long) == [("l", 1)]
 
 
 def test_a_token_to_be_scored_takes_more_of_the_budget_and_a_step_always_gets_on() -> None:
     turns = Turns(POLICIES["fair"])
-    owing, plain = sequence(turns, "owing", 9), sequence(turns, "plain", 4)
+    owing = sequence(turns, "owing", 9)
     scored = replace(
         owing.request, sampling=SamplingParams(5, prompt_logprobs=0), prompt_ids=pack_ids(prompt(9))
     )
     owing = Sequence(scored, attempt(), b"", 1, Phase.QUEUED, 0.0)
-    assert budget_of(8 * SCORED_COST, owing, plain) == [("owing", 6), ("plain", 4)]
+    plain = sequence(turns, "plain", 2)
+    assert budget_of(8 * SCORED_COST, owing, plain) == [("owing", 7), ("plain", 2)]
     assert budget_of(9 * SCORED_COST, owing, plain) == [("owing", 9)]
     assert budget_of(1, owing) == [("owing", 1)]

@@ -300,15 +300,12 @@ def test_a_small_worker_that_takes_the_limit_down_is_told_of() -> None:
 
 def test_a_worker_that_comes_gets_all_it_has_room_for() -> None:
     bench = ClusterBench("p0", "d0")
-    first, _, _ = bench.dispatched("first", 64)
-    bench.dispatched("second", 64)
+    for number in range(8):
+        bench.dispatched(f"first{number}", 1)
     for number in range(60):
         assert bench.submit(request(f"r{number}", 1)) == []
-    bench.join("d1")
-    bench.join("d2")
-    for number in range(3, 9):
-        bench.join(f"d{number}")
-    told = bench.front(RequestFinished(first[0], "stop"))
+    bench.incarnations["d1"] = 1
+    told = bench.say("d1", card("d1", max_num_seqs=64, blocks=1000))
     assert len([m for _, m in told if isinstance(m, Prefill)]) == 60, "not only as many as one look takes"
 
 

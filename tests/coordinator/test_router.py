@@ -35,27 +35,28 @@ def test_prefill_takes_two_steps_ahead_and_always_one() -> None:
     assert not router.may_prefill(p0, STEPS_AHEAD * 64 - 99, 0)
 
 
-def test_a_prompt_longer_than_a_step_counts_as_one_and_is_the_only_such() -> None:
-    """BR-067: what is short is given beside it."""
+def test_BR_067_a_prompt_waits_for_none_that_is_much_longer() -> None:
     router, (p0,) = Router(), workers("p0")
     router.assign(RequestId("long"), P0, None, share(10_000), 0.0)
-    assert router.may_prefill(p0, 64, 0) and router.first_long_class(p0) == 0
-    assert not router.may_prefill(p0, 65, 0), "long too"
+    for tokens in (1, 64, 65, 2499):
+        assert router.may_prefill(p0, tokens, 0) and not router.has_long(p0, tokens, 0)
+    assert not router.may_prefill(p0, 2500, 0) and router.has_long(p0, 2500, 0)
     router.assign(RequestId("short"), P0, None, share(60), 0.0)
-    assert router.may_prefill(p0, 4, 0)
-    assert not router.may_prefill(p0, 5, 0), "two steps"
+    assert router.may_prefill(p0, 64, 0)
+    router.assign(RequestId("other"), P0, None, share(60), 0.0)
+    assert not router.may_prefill(p0, 15, 0), "two steps"
+    assert router.may_prefill(p0, 8, 0), "those are much longer than this one"
+    router.release(RequestId("other"), P0, None)
     router.computed(RequestId("long"), P0, 1.0)
-    assert router.may_prefill(p0, 65, 0) and router.first_long_class(p0) > 1e9
+    assert router.may_prefill(p0, 2500, 0) and not router.has_long(p0, 2500, 0)
 
 
 def test_work_of_a_lower_class_is_ahead_of_nobody_of_a_higher_one() -> None:
     router, (p0,) = Router(), workers("p0")
-    for name, tokens in (("a", 10_000), ("b", 64)):
-        router.assign(RequestId(name), P0, None, share(tokens, number=5), 0.0)
-    assert not router.may_prefill(p0, 1, 5) and not router.may_prefill(p0, 1, 6)
+    for name in ("a", "b"):
+        router.assign(RequestId(name), P0, None, share(64, number=5), 0.0)
+    assert not router.may_prefill(p0, 60, 5) and not router.may_prefill(p0, 60, 6)
     assert router.may_prefill(p0, 64, 4) and router.may_prefill(p0, 10_000, 4)
-    router.assign(RequestId("c"), P0, None, share(10_000, number=4), 0.0)
-    assert not router.may_prefill(p0, 10_000, 4)
 
 
 def test_who_starts_whole_batches_is_given_all_that_its_batch_holds() -> None:
