@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ def test_all_or_none() -> None:
     assert isinstance(bench.fronts[-1], Rejected) and bench.fronts[-1].error == "NotAdmitted"
     assert bench.fronts[-1].id == "b0" and bench.fronts[-1].retry_after_s > 0
     assert bench.cluster.num_waiting() == 2, "none of it was taken in"
-    bench.submit(*(request(f"c{number}") for number in range(2)))
+    bench.submit(*(request(f"c{number}", 512 - 5) for number in range(2)))
     assert isinstance(bench.fronts[-1], Admitted) and bench.cluster.num_waiting() == 4
 
 
@@ -77,7 +78,8 @@ class Plane:
             first_attempt=first_attempt_of_epoch(1),
         )
         for name in ("p0", "d0"):
-            cluster.from_worker(card(name, dtype=dtype), Sender(name, Incarnation(1)), 0.0)
+            # By the plane's own clock: its first timer would find workers that were heard at 0 lost.
+            cluster.from_worker(card(name, dtype=dtype), Sender(name, Incarnation(1)), time.monotonic())
         self.cluster = cluster
         self.plane = ControlPlane(cluster, Metrics(("default",)), collocated=False, request_timeout_s=60)
         self._seq = 0

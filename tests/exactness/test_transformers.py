@@ -18,7 +18,9 @@ from tests.exactness.real_cluster import THREADS, Ask, RealCluster, pools
 
 STEPS = 32
 NEAR_TIE = 1e-3
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 3e-4
+"""Of a reference that differs from itself by 4e-5 when a prompt comes in chunks, and by 1.3e-4 from us on a CPU without
+AVX-512, where its products add up in another order."""
 MOST_NEAR_TIES = 4  # of 384 steps: more would mean that the rule hides something
 
 
