@@ -51,6 +51,28 @@ def core_with_cached(length: int) -> BatchingCore:
     return core
 
 
+@pytest.mark.parametrize(("evicted", "blocks"), [(0, 0), (1, 1), (2, 2)])
+def test_BR_063_hits_are_the_contiguous_beginning_only(evicted: int, blocks: int) -> None:
+    """Three blocks are cached, one of them is taken for something else: what lies behind it is of no use."""
+    core = core_with_cached(3 * BLOCK + 1)
+    cached = core.pool.match(
+        core.hash_prompt(Sequence(request("r", prompt(13)), attempt(), b"", 1, Phase.QUEUED, 0.0))
+    )
+    assert len(cached) == 3
+    others = [block for index, block in enumerate(cached) if index != evicted]
+    core.pool.acquire(others)
+    filled = core.pool.allocate(core.pool.available)
+    assert filled is not None and cached[evicted] in filled
+    core.pool.release(filled)
+    core.pool.release(others)
+    seq = Sequence(request("again", prompt(13)), attempt(), b"", 2, Phase.QUEUED, 0.0)
+    assert core.reserve(seq, num_tokens=13, usable_hits=12)
+    assert seq.cached_tokens == seq.num_computed == blocks * BLOCK
+    assert not set(seq.blocks[blocks:]) & set(cached[:blocks])
+    core.free(seq)
+    core.pool.check()
+
+
 def test_whoever_stands_in_a_batch_that_cannot_be_taken_back_still_gives_its_blocks_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -60,13 +60,13 @@ def _chain() -> list[bytes]:
     return chain
 
 
-def test_prefix_hashes_are_pinned() -> None:
-    """BR-064: equal in every process and every version of the code; a change here empties every cache."""
+def test_BR_064_prefix_hashes_are_pinned() -> None:
+    """Equal in every process and every version of the code; a change here empties every cache."""
     assert [content.hex() for content in _chain()] == PINNED
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
-def test_prefix_hashes_do_not_depend_on_the_process(hash_seed: str) -> None:
+def test_BR_064_prefix_hashes_do_not_depend_on_the_process(hash_seed: str) -> None:
     code = (
         "from common.prefix import *; c = []; extend_chain(c, seed_hash('fp', 'salt'), list(range(9)), 4);"
         "print(join_hashes(c).hex())"

@@ -304,8 +304,8 @@ def test_two_that_each_need_nearly_the_whole_pool(order: tuple[int, int]) -> Non
     bench.check_exact_and_empty()
 
 
-def test_steady_pressure_does_not_put_the_same_one_out_again_and_again() -> None:
-    """BR-066: preemptions per request stay few, and no running row is skipped in any step."""
+def test_BR_066_steady_pressure_does_not_put_the_same_one_out_again_and_again() -> None:
+    """Preemptions per request stay few, and no running row is skipped in any step."""
     bench = Bench(num_blocks=30, max_num_seqs=6)
     for number in range(24):
         bench.add(f"r{number}", prompt(9 + number % 5, 50 * number), 24)
@@ -339,8 +339,8 @@ def test_watermark_holds_for_transfers_and_local_prefills() -> None:
     bench.check_exact_and_empty()
 
 
-def test_a_large_transfer_is_not_passed_for_ever() -> None:
-    """BR-068: it may be overtaken MAX_PASSES times; then room is kept for it, as long as it goes on asking."""
+def test_BR_068_a_large_transfer_is_not_passed_for_ever() -> None:
+    """It may be overtaken MAX_PASSES times; then room is kept for it, as long as it goes on asking."""
     bench = Bench(num_blocks=20, max_num_seqs=64)
     held = bench.reserve("held", prompt(39))
     assert held is not None

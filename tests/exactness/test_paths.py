@@ -156,6 +156,44 @@ def test_BR_026_a_step_that_raises_half_way_is_run_again_from_where_it_began(
     assert raised and cluster.counted("prefill-0", "prefix_cache_hits_total") == 16
 
 
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("what", ["put out", "moved"])
+def test_BR_058_penalties_and_min_tokens_count_the_answer_alone(
+    what: str, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    """All that was said is computed as a prompt is when an answer is taken up again; it is no prompt for that."""
+    prompts = [tuple(text_ids[50 * i : 50 * i + 44]) for i in range(3)]
+    plain = oracle([Ask(prompt, greedy(24)) for prompt in prompts])
+    asks = [
+        Ask(prompt, replace(greedy(24), frequency_penalty=1.5, min_tokens=22, end_token_ids=said.ids[1:4]))
+        for prompt, said in zip(prompts, plain, strict=True)
+    ]
+    wanted = oracle(asks)
+    assert all(len(said.ids) > 22 for said in wanted)
+    assert [said.ids for said in wanted] != [said.ids for said in plain]
+    if what == "put out":
+        cluster = collocated(model, chunk=128, blocks=12)
+        assert cluster.together(asks) == wanted
+        assert cluster.counted("decode-0", "num_preemptions_total") > 0
+        return
+    cluster = collocated(model, chunk=128, decode=2)
+    answers = [cluster.open(ask) for ask in asks]
+    cluster.run_until(lambda: all(len(answer.ids) >= 4 for answer in answers))
+    cluster.kill(max(("decode-0", "decode-1"), key=lambda name: len(cluster.worker(name).node.live_keys())))
+    cluster.run_until(lambda: all(answer.end is not None for answer in answers))
+    assert [Said(tuple(a.ids), tuple(a.logprobs), a.end) for a in answers] == wanted
+
+
+@pytest.mark.parametrize("model", ["bfloat16"], indirect=True)
+@pytest.mark.parametrize("path", ["pools", "collocated"])
+def test_BR_061_prompts_that_end_at_about_the_end_of_a_chunk(
+    path: str, model: CausalModel, text_ids: list[int], oracle: Oracle
+) -> None:
+    asks = [Ask(tuple(text_ids[100 : 100 + length]), greedy(4)) for length in (31, 32, 33, 64, 65)]
+    make = pools if path == "pools" else collocated
+    check(asks, make(model, chunk=32).alone(asks), oracle(asks))
+
+
 def test_a_different_seed_is_a_different_answer(
     model: CausalModel, text_ids: list[int], oracle: Oracle
 ) -> None:

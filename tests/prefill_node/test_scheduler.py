@@ -181,8 +181,8 @@ def test_BR_050_two_half_cached_prompts_that_do_not_fit_together(order: tuple[st
     bench.check_empty()
 
 
-def test_small_prompts_pass_a_large_one_but_not_for_ever() -> None:
-    """BR-068: a long one that does not fit lets MAX_PASSES others by, then it is next."""
+def test_BR_068_small_prompts_pass_a_large_one_but_not_for_ever() -> None:
+    """A long one that does not fit lets MAX_PASSES others by, then it is next."""
     bench = Bench(num_blocks=16, max_num_seqs=4)
     held = bench.add("held", prompt(40, 9000))
     bench.until_computed()
