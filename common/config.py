@@ -255,7 +255,7 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
         "scheduling",
     )
     local_prefill: Literal["auto", "never"] = flag(
-        "never",
+        "auto",
         "auto: a decode worker computes a prompt itself where that is sooner than by way of a prefill worker (it is "
         "short, or mostly cached, or prefill is behind) and its batch keeps its ITL targets; never: only without "
         "prefill workers",

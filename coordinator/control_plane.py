@@ -226,6 +226,8 @@ class ControlPlane:
             queue_age_s=cluster.queue.age_s(time.monotonic()),
             counters=front_counters,
         )
+        queue = cluster.queue
+        self._metrics.show_queues(queue.ages_s(time.monotonic()), queue.service_gap())
         return self._metrics.render([own, *map(snapshot_of, cluster.registry.all())])
 
     # ------------------------------------------------------------ ends

@@ -27,9 +27,10 @@ from coordinator.targets import Targets
 from coordinator.tracker import Forecast, Tracked, Tracker
 
 LONG = 1.5
+MOST_SINGLE = 32
 MOST_CORRECTION = 2.0
 FIRST_CORRECTION = 1.04  # a step more or less is what no forecast can know
-KEPT = 0.95  # of forecasts like the last ones are to come true
+KEPT = 0.9  # of forecasts like the last ones are to come true; most are nowhere near their limit
 COUNTS_FROM = 0.25
 """Of its target: what is forecast to be sooner is never near being refused, and mostly of what no forecast knows."""
 
@@ -91,8 +92,12 @@ class Forecaster:
         if prefillers and self._placing.local_prefill:
             beside = [self._server(tracked, w, mean, now, LEAST_CHUNK) for w in deciders]
             known += [server for server in beside if server is not None]
-        turn_s = max(_level(known, tokens), self._row_wait_s(tracked, deciders, round(requests), now))
-        first_s = min(max(turn_s, s.ahead_s) + (s.own_s if turn_s or s.ahead_s else s.alone_s) for s in known)
+        row_wait_s = self._row_wait_s(tracked, deciders, round(requests), now)
+        begins_s = _begins(known, round(requests), tokens)
+        first_s = min(
+            max(begin_s, row_wait_s) + (server.own_s if begin_s else server.alone_s)
+            for server, begin_s in zip(known, begins_s, strict=True)
+        )
         gap_s = min(map(self._placing.gap_s, deciders)) if prefillers else 0.0
         alone_s = min(server.alone_s for server in known)
         return Forecast(first_s * self.correction.factor, first_s, gap_s, alone_s)
@@ -150,6 +155,24 @@ class Forecaster:
         rounds, place = divmod(short - 1, len(ends_s))
         answer_s = self._placing.answer_left(tracked) * sum(steps_s.values()) / len(steps_s)
         return ends_s[place] + rounds * answer_s
+
+
+def _begins(servers: Sequence[_Server], requests: int, tokens: float) -> list[float]:
+    """Seconds until each of them is free for one that comes behind a queue of so many prompts with so many tokens
+    together, each of which goes where it is done first; of many, the first ones fill up the servers as water
+    would."""
+    free_s = [server.ahead_s for server in servers]
+    if not requests:
+        return free_s
+    each = tokens / requests
+    if requests > MOST_SINGLE:
+        level_s = _level(servers, tokens - MOST_SINGLE * each)
+        free_s = [max(ahead_s, level_s) for ahead_s in free_s]
+    for _ in range(min(requests, MOST_SINGLE)):
+        done_s = [at_s + each * server.token_s for at_s, server in zip(free_s, servers, strict=True)]
+        soonest = done_s.index(min(done_s))
+        free_s[soonest] = done_s[soonest]
+    return free_s
 
 
 def _level(servers: Sequence[_Server], tokens: float) -> float:

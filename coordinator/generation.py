@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import KvferryError
+from common.errors import KvferryError, NotAdmitted
 from common.lifecycle import LIVE_PHASES, Phase
 from coordinator.answer import Answer, Piece
 from coordinator.deadline_header import left_s, read_deadline_s
@@ -328,6 +328,8 @@ class Generation:
     def _rejected(self, error: KvferryError) -> None:
         code = code_of(error)
         self._kitchen.metrics.rejected.labels(code).inc()
+        if self._job is not None and isinstance(error, NotAdmitted):
+            self._kitchen.metrics.refused(self._job.request.tier)
         self._log("rejected", error.status, code, time.monotonic())
 
     def _left(self) -> None:

@@ -108,6 +108,13 @@ class Lanes:
         for number in list(self._classes):
             yield from self._of_class(number, wanted)
 
+    def service_gap(self) -> float:
+        """Between two lanes of one class that somebody stands in: how far their counters are apart at most."""
+        by_class: dict[int, list[float]] = {}
+        for lane in self._lines:
+            by_class.setdefault(lane[0], []).append(self.shares.counter(lane))
+        return max((max(counters) - min(counters) for counters in by_class.values()), default=0.0)
+
     def before(self, lane: Lane) -> tuple[float, float]:
         """Requests and prompt tokens that are served before one that comes to `lane` now, as things stand: those of
         better classes and of its own lane, and of every other one of its class what brings it level. More than

@@ -9,13 +9,14 @@ not finite is dropped and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from common.lifecycle import LIVE_PHASES
+from coordinator.targets import NO_TARGETS, Targets
 from coordinator.token_metrics import TokenMetrics
 from coordinator.worker_metrics import PREFIX, SnapshotCollector, WorkerSnapshot
 
@@ -63,6 +64,7 @@ ITL_BUCKETS = (
 LONG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
+OUTCOMES = {"ttft": ("met", "missed", "refused"), "itl": ("met", "missed")}
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -70,7 +72,9 @@ class Metrics:
     """Every name of the contract that is measured at the front. `tiers` start at zero, so that they are seen
     before their first request."""
 
-    def __init__(self, tiers: Sequence[str]) -> None:
+    def __init__(self, tiers: Sequence[str], targets: Mapping[str, Targets] | None = None) -> None:
+        self._tiers = tuple(tiers)
+        self._targets = dict(targets or {})
         # Creation times of every series would double the text.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
@@ -92,6 +96,25 @@ class Metrics:
             "From a request's first token to its second, as they come to the front: what a client feels of the "
             "hand-over to a decode worker. It exceeds the inter-token latency by what transfers take.",
             ITL_BUCKETS,
+        )
+        self.targets = Counter(
+            PREFIX + "tier_targets_total",
+            "Requests by whether they met what their tier promises: ttft, and itl by every gap of theirs. Refused: by "
+            "the forecast of their first token, or for lack of room.",
+            ("tier", "target", "outcome"),
+            registry=self._registry,
+        )
+        self.tier_queue_age = Gauge(
+            PREFIX + "tier_queue_age_seconds",
+            "Age of the oldest request of a tier that waits in the queue.",
+            ("tier",),
+            registry=self._registry,
+        )
+        self.service_gap = Gauge(
+            PREFIX + "tenant_service_gap_tokens",
+            "Between two tenants of one class that wait both: how far their service is apart, in tokens by weight "
+            "(answer tokens count twice). Fair is below two of the largest requests.",
+            registry=self._registry,
         )
         self.held = self._counter(
             "first_token_held_seconds_total",
@@ -137,6 +160,11 @@ class Metrics:
                 metric.labels(tier)
             self.prompt_tokens.labels(tier)
             self.held.labels(tier)
+            self.tier_queue_age.labels(tier)
+            targets = self.targets_of(tier)
+            for target, within_s in (("ttft", targets.ttft_s), ("itl", targets.itl_s)):
+                for outcome in OUTCOMES[target] if within_s is not None else ():
+                    self.targets.labels(tier, target, outcome)
             self.tokens.of(tier)
         for reason in FINISHED_REASONS:
             self.success.labels(reason)
@@ -148,6 +176,24 @@ class Metrics:
             histogram.labels(tier).observe(seconds)
         else:
             self.dropped.labels(histogram._name).inc()
+
+    def targets_of(self, tier: str) -> Targets:
+        return self._targets.get(tier, NO_TARGETS)
+
+    def judge(self, tier: str, target: str, seconds: float, within_s: float | None) -> None:
+        """What a request came to, against a target of its tier, if there is one."""
+        if within_s is not None:
+            self.targets.labels(tier, target, "met" if seconds <= within_s else "missed").inc()
+
+    def refused(self, tier: str) -> None:
+        if self.targets_of(tier).ttft_s is not None:
+            self.targets.labels(tier, "ttft", "refused").inc()
+
+    def show_queues(self, ages_s: Mapping[str, float], service_gap: float) -> None:
+        """Of the coordinator's queue, by tier; tiers that are not there have nobody in it."""
+        for tier in {**dict.fromkeys(self._tiers), **ages_s}:
+            self.tier_queue_age.labels(tier).set(ages_s.get(tier, 0.0))
+        self.service_gap.set(service_gap)
 
     def meter(self, tier: str, started_s: float) -> RequestMeter:
         return RequestMeter(self, tier, started_s)
@@ -176,6 +222,8 @@ class RequestMeter:
         self._metrics = metrics
         self._tier = tier
         self._tokens = metrics.tokens.of(tier)
+        self._targets = metrics.targets_of(tier)
+        self._worst_gap_s: float | None = None
         self._started_s = started_s
         self._paces: dict[int, _Pace] = {}
         self._tokens_by_choice: dict[int, int] = {}
@@ -210,12 +258,16 @@ class RequestMeter:
         """A token's text was written, or arrived where the answer is sent whole."""
         if self.first_token_s is None:
             self.first_token_s = now_s
-            self._metrics.observe(self._metrics.ttft, self._tier, now_s - self._started_s)
+            took_s = now_s - self._started_s
+            self._metrics.observe(self._metrics.ttft, self._tier, took_s)
+            self._metrics.judge(self._tier, "ttft", took_s, self._targets.ttft_s)
         pace = self._paces.get(choice)
         if pace is None:
             self._paces[choice] = _Pace(now_s, now_s)
             return
-        self._tokens.gap(max(0.0, now_s - pace.last_s))
+        gap_s = max(0.0, now_s - pace.last_s)
+        self._tokens.gap(gap_s)
+        self._worst_gap_s = max(gap_s, self._worst_gap_s or 0.0)
         pace.last_s = now_s
 
     def end(self, reason: str, now_s: float) -> None:
@@ -224,6 +276,10 @@ class RequestMeter:
             return
         self._ended = True
         self._metrics.success.labels(reason).inc()
+        if self.first_token_s is None and reason == "error":
+            self._metrics.judge(self._tier, "ttft", math.inf, self._targets.ttft_s)
+        if self._worst_gap_s is not None:
+            self._metrics.judge(self._tier, "itl", self._worst_gap_s, self._targets.itl_s)
         self._metrics.observe(self._metrics.e2e, self._tier, now_s - self._started_s)
         later_tokens = sum(count - 1 for count in self._tokens_by_choice.values())
         if self._paces and later_tokens:

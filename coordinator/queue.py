@@ -156,6 +156,17 @@ class WaitingQueue:
         oldest = islice(self._in_line.values(), OLDEST_LOOKED_AT)
         return next((entry for entry in oldest if now - entry.since >= AGEING_S and wanted(entry)), None)
 
+    def ages_s(self, now: float) -> dict[str, float]:
+        """How long the one of each tier that came first has stood here."""
+        found: dict[str, float] = {}
+        for entry in (*self._held.values(), *self._in_line.values()):
+            found[entry.tier] = max(now - entry.since, found.get(entry.tier, 0.0))
+        return found
+
+    def service_gap(self) -> float:
+        """Between two lanes of one class that somebody waits in: how far their counters are apart at most."""
+        return self._lanes.service_gap()
+
     def age_s(self, now: float) -> float:
         """How long the one that came first has stood here."""
         first = [*islice(self._in_line.values(), 1), *self._held.values()]

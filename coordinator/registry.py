@@ -298,6 +298,7 @@ def _row(worker: Worker) -> dict[str, Any]:
         "block_size": card.block_size,
         "block_bytes": card.block_bytes,
         "step_ms": round(load.step_s * 1e3, 3),
+        "step_model": list(load.step_model),
         "max_num_seqs": card.max_num_seqs,
         "max_num_batched_tokens": card.max_num_batched_tokens,
         "batching": "dynamic" if card.whole_batches else "continuous",

@@ -68,7 +68,8 @@ async def _serve(
     tls: ssl.SSLContext | None,
     key: ClusterKey | None,
 ) -> None:
-    metrics = Metrics(tuple(settings.all_tiers))
+    targets = {name: targets_of(tier) for name, tier in settings.all_tiers.items()}
+    metrics = Metrics(tuple(settings.all_tiers), targets)
     limits = within_open_files(_limits(settings))
     registry = Registry(
         tokenizer_hash=tokenizer.tokenizer_hash,
@@ -85,7 +86,6 @@ async def _serve(
         policy=POLICIES[settings.scheduling_policy],
         tier_limits={name: tier.max_queue for name, tier in tiers.items() if tier.max_queue is not None},
     )
-    targets = {name: targets_of(tier) for name, tier in tiers.items()}
     cluster = Cluster(
         registry,
         queue,

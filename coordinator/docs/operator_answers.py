@@ -84,6 +84,8 @@ class WorkerRow(Answer):
     """Bytes of one block."""
     step_ms: Seconds
     """Milliseconds that its last steps took."""
+    step_model: list[Seconds]
+    """How long a step takes: at least, for each row, each token of context, each of a prompt; empty while unknown."""
     max_num_seqs: Count
     """Most requests in one step."""
     max_num_batched_tokens: Count

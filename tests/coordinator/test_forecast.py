@@ -7,7 +7,16 @@ import pytest
 from common.front_messages import Admitted, Progress, Rejected, RequestFinished
 from common.request import RequestId
 from common.step_times import Coefficients
-from coordinator.forecast import FIRST_CORRECTION, LONG, MOST_CORRECTION, Correction, _level, _Server, limit_s
+from coordinator.forecast import (
+    FIRST_CORRECTION,
+    LONG,
+    MOST_CORRECTION,
+    Correction,
+    _begins,
+    _level,
+    _Server,
+    limit_s,
+)
 from coordinator.step_costs import prompt_seconds, rows_within, share_seconds
 from coordinator.targets import Targets
 from coordinator.tracker import Forecast
@@ -68,6 +77,16 @@ def test_a_queue_fills_whoever_is_free_first(
 ) -> None:
     servers = [_Server(ahead, 0.0, 0.0, each) for ahead, each in zip(ahead_s, token_s, strict=True)]
     assert _level(servers, tokens) == pytest.approx(level_s)
+
+
+def test_few_in_a_queue_go_one_by_one_where_they_are_done_first() -> None:
+    servers = [_Server(0.0, 0.0, 0.0, 0.001), _Server(0.5, 0.0, 0.0, 0.002)]
+    assert _begins(servers, 0, 0.0) == [0.0, 0.5]
+    assert _begins(servers, 1, 400.0) == pytest.approx([0.4, 0.5])
+    assert _begins(servers, 2, 800.0) == pytest.approx([0.8, 0.5])
+    assert _begins(servers, 4, 1600.0) == pytest.approx([1.2, 1.3])
+    many = _begins(servers, 1000, 400_000.0)
+    assert many == pytest.approx([_level(servers, 400_000.0)] * 2, rel=0.01)
 
 
 # ---------------------------------------------------------------- what is promised

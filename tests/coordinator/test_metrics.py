@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.counters import HISTOGRAM_BUCKETS, Counters
 from common.lifecycle import LIVE_PHASES
 from coordinator.metrics import Metrics
+from coordinator.targets import Targets
 from coordinator.worker_metrics import WorkerSnapshot
 
 CONTRACT = [
@@ -182,3 +183,40 @@ def test_what_tells_of_faults_says_what_to_think_of_it() -> None:
         assert found and len(re.split(r"[.:] ", found[1])) > 1, name
     for phase in LIVE_PHASES:
         assert f'kvferry_requests_aborted_total{{phase="{phase}"}} 0.0' in text
+
+
+def test_what_tiers_promise_is_judged_by_request() -> None:
+    """1 first token and every gap in time  2 one gap over it  3 a late first token, and no gap  4 failed before any
+    5 refused  6 a tier without a promise."""
+    metrics = Metrics(("default", "chat"), {"chat": Targets(ttft_s=0.5, itl_s=0.1)})
+    gaps_s = {"in time": [0.4, 0.09, 0.1], "gap": [0.4, 0.09, 0.11], "late": [0.6]}
+    for times in gaps_s.values():
+        meter, now_s = metrics.meter("chat", started_s=0.0), 0.0
+        for gap_s in times:
+            now_s += gap_s
+            meter.tokens_accepted(1, 3, now_s)
+            meter.token_out(now_s)
+        meter.end("stop", now_s)
+    metrics.meter("chat", started_s=0.0).end("error", 9.0)
+    metrics.meter("default", started_s=0.0).end("error", 9.0)
+    metrics.refused("chat")
+    metrics.refused("default")
+    seen = samples(metrics)
+    found = {labels: value for (name, labels), value in seen.items() if name == "kvferry_tier_targets_total"}
+    assert found == {
+        "outcome=met,target=ttft,tier=chat": 2,
+        "outcome=missed,target=ttft,tier=chat": 2,
+        "outcome=refused,target=ttft,tier=chat": 1,
+        "outcome=met,target=itl,tier=chat": 1,
+        "outcome=missed,target=itl,tier=chat": 1,
+    }
+
+
+def test_queues_are_shown_by_tier_and_empty_ones_too() -> None:
+    metrics = Metrics(("default", "chat"))
+    metrics.show_queues({"chat": 2.5}, 300.0)
+    seen = samples(metrics)
+    assert seen["kvferry_tier_queue_age_seconds", "tier=chat"] == 2.5
+    assert seen["kvferry_tenant_service_gap_tokens", ""] == 300
+    metrics.show_queues({}, 0.0)
+    assert samples(metrics)["kvferry_tier_queue_age_seconds", "tier=chat"] == 0

@@ -289,3 +289,18 @@ def test_what_is_served_before_one_that_comes() -> None:
     for request_id in [RequestId(f"r{arrival}") for arrival in range(200)]:
         queue.remove(request_id)
     assert queue.ahead_of(light) == (0, 0)
+
+
+def test_ages_by_tier_and_how_far_tenants_are_apart() -> None:
+    queue = queue_of()
+    assert queue.ages_s(9.0) == {} and queue.service_gap() == 0.0
+    queue.push(entry(1, since=1.0, tier="chat", tenant="a"))
+    queue.push(entry(2, since=2.0, tier="chat", tenant="b"))
+    queue.hold(entry(3, since=0.5, tier="batch"))
+    assert queue.ages_s(3.0) == {"chat": 2.0, "batch": 2.5}
+    queue.shares.charge(entry(1, tier="chat", tenant="a").lane, 70.0)
+    assert queue.service_gap() == 70.0
+    queue.push(entry(4, priority=1, tier="chat", tenant="c"))
+    assert queue.service_gap() == 70.0, "another class is served before or after, not beside"
+    queue.remove(RequestId("r1"))
+    assert queue.service_gap() == 0.0, "who does not wait is owed nothing"
