@@ -19,6 +19,8 @@ FUZZ ?= 100000
 SOAK ?= 600
 # Some of the clients of `make clients`, or parts of names of cells of `make chaos`; all where nothing is said.
 ONLY ?=
+# For `make promises`: --real, --seconds 60, --sample 200.
+PROMISES ?=
 # virtual or real: one of the two tables of `make chaos`.
 WORLD ?=
 TESTS_ALONE := tests/e2e tests/coordinator/test_serve.py tests/bench/test_virtual_speed.py
@@ -29,7 +31,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test kernels machines chaos fuzz soak clients lint format clean
+.PHONY: help serve test promises kernels machines chaos fuzz soak clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +44,8 @@ help:
 	@echo '              WORLD=virtual or WORLD=real for one of its two tables; about 8 minutes for both)'
 	@echo 'make fuzz     100,000 mutated messages at every socket between processes, about 8 minutes (FUZZ=100000)'
 	@echo 'make soak     mixed load, aborts and kills for ten minutes, with what grew meanwhile (SOAK=600)'
+	@echo 'make promises what tiers are promised: chat beside a flood, three times the load, a mix that swings, in virtual time'
+	@echo '              (PROMISES="--real --seconds 60" on this machine; 10 minutes)'
 	@echo 'make clients  real clients against a real service, each in a venv of its own (ONLY="openai schemathesis")'
 	@echo 'make lint     ruff and mypy alone'
 	@echo 'make format   lets ruff lay out the code'
@@ -77,6 +81,9 @@ fuzz: $(VENV)/.ready-to-test
 
 soak: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.soak.run $(SOAK)
+
+promises: $(VENV)/.ready-to-test
+	@for load in beside overload swing; do $(RUN) -m bench.promises $$load $(PROMISES) || failed=1; done; exit $${failed:-0}
 
 clients: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.clients.run $(ONLY)

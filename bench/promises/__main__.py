@@ -1,0 +1,174 @@
+"""`python -m bench.promises beside|overload|swing`: whether what tiers are promised is kept, and what that costs.
+
+In virtual time by default, in seconds; `--real` starts `kvferry serve` on this machine. Ends with 0 where what the
+project promises of that load was kept, else with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bench.flag_types import count, new_file
+from bench.pictures import why_no_picture
+from bench.promises import report, scenarios
+from bench.promises.asked import Asked, Told, judged
+from bench.promises.counterfactual import would_have_met
+from bench.promises.real import RealService, capacity_of, serving
+from bench.promises.scenarios import Capacity
+from bench.promises.virtual import DECODE_STEPS, PREFILL_STEPS, Service, run
+from common.config import Tier
+from coordinator.admin_client import wide_console
+from coordinator.targets import targets_of
+
+ROWS = 16
+FLAGS = ("--max-num-seqs", str(ROWS))
+SAMPLE = 200
+SETTLES_S = 5.0
+ATTAINED, OF_FLOOD, FALSELY_REFUSED = 0.95, 0.85, 0.10
+Ask = Callable[[Sequence[Asked]], list[Told]]
+
+
+class Bench:
+    """Runs loads on services of some shape, in virtual time or on this machine."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.real = bool(asked.real)
+        self.seconds = float(asked.seconds)
+        self.seed = int(asked.seed)
+        self.plot: Path | None = asked.plot
+        self.console = wide_console()
+        self.sample = int(asked.sample)
+
+    def on(
+        self, stack: ExitStack, tiers: Mapping[str, Tier], *, prefill: int = 1, decode: int = 1,
+        refuse_late: bool = True, local_prefill: bool = True,
+    ) -> tuple[Ask, Capacity, Service]:  # fmt: skip
+        """How to ask it, what it can take, and the same service in virtual time."""
+        service = Service(
+            prefill=prefill, decode=decode, tiers=tiers, refuse_late=refuse_late, local_prefill=local_prefill
+        )
+        if not self.real:
+            capacity = capacity_of(PREFILL_STEPS, DECODE_STEPS, prefill, decode, ROWS)
+            return partial(run, service, until_s=self.seconds), capacity, service
+        flags = [*FLAGS, "--prefill", str(prefill), "--decode", str(decode)]
+        flags += ["--admission", "forecast" if refuse_late else "queue"]
+        flags += ["--local-prefill", "auto" if local_prefill else "never"]
+        real: RealService = stack.enter_context(serving(tiers, *flags))
+        times = real.step_times()
+        service = replace(
+            service, prefill_steps=times.get("prefill", times["decode"]), decode_steps=times["decode"]
+        )
+        return real.run, real.capacity(ROWS), service
+
+
+def beside(bench: Bench) -> bool:
+    """Interactive chat beside a flood, and the flood alone."""
+    tiers = scenarios.BESIDE_TIERS
+    targets = {name: targets_of(tier) for name, tier in tiers.items()}
+    with ExitStack() as stack:
+        ask, capacity, _ = bench.on(stack, tiers)
+        alone = ask(scenarios.flood(capacity, bench.seconds, bench.seed))
+        both = ask(scenarios.beside(capacity, bench.seconds, bench.seed))
+    bench.console.print(
+        report.table("chat beside a flood", {"flood alone": alone, "both": both}, targets, bench.seconds)
+    )
+    window = (0.15 * bench.seconds, bench.seconds)
+    kept = report.tokens_per_s(both, *window) / report.tokens_per_s(alone, *window)
+    chat = judged(both, "interactive", targets["interactive"])
+    bench.console.print(f"throughput beside it: {kept:.1%} of the flood's alone (at least {OF_FLOOD:.0%})")
+    refused = chat.refused / max(1, chat.asked)
+    bench.console.print(f"interactive requests refused: {refused:.1%}")
+    attained = min(chat.first_tokens.value, chat.gaps.value)
+    return kept >= OF_FLOOD and attained >= ATTAINED and refused <= 1 - ATTAINED
+
+
+def overload(bench: Bench) -> bool:
+    """Three times what the service can take, with admission by forecast and without. Every prompt goes by way of the
+    prefill pool: where decode workers may compute it too, the forecast is of the worse way, and refuses more than it
+    must."""
+    tiers = scenarios.OVERLOAD_TIERS
+    targets = {name: targets_of(tier) for name, tier in tiers.items()}
+    probe = [Asked(0, 0.0, "chat", "probe", 64, 8)]
+    with ExitStack() as stack:
+        ask, capacity, service = bench.on(stack, tiers, local_prefill=False)
+        before = ask(probe)
+        load = scenarios.overload(capacity, bench.seconds, bench.seed)
+        told = ask([*load, replace(probe[0], index=len(load), at_s=bench.seconds + SETTLES_S)])
+        after, told = [one for one in told if one.asked.tenant == "probe"], told[:-1]
+    with ExitStack() as stack:
+        ask, _, _ = bench.on(stack, tiers, refuse_late=False, local_prefill=False)
+        without = ask(load)
+    runs = {"by forecast": told, "without": without}
+    bench.console.print(report.table(f"overload times {scenarios.OVERLOAD:g}", runs, targets, bench.seconds))
+    took_s = [one.end_s - one.asked.at_s for one in told if one.outcome == "refused"]
+    bench.console.print(f"refusals took {max(took_s, default=0.0) * 1e3:.0f} ms at most")
+    first_ms = [1e3 * (one[0].ttft_s or float("inf")) for one in (before, after)]
+    bench.console.print(
+        f"a first token before {first_ms[0]:.0f} ms, {SETTLES_S:g} s after {first_ms[1]:.0f} ms"
+    )
+    met, sampled = would_have_met(service, told, bench.sample, bench.seed)
+    bench.console.print(
+        f"of {sampled} refused ones {met} would have met their targets (at most {FALSELY_REFUSED:.0%})"
+    )
+    kept = judged(told, "chat", targets["chat"]).whole.value
+    return kept >= ATTAINED and met <= FALSELY_REFUSED * sampled
+
+
+def swing(bench: Bench) -> bool:
+    """Pools that balance against fixed roles and against collocated ones."""
+    tiers = scenarios.SWING_TIERS
+    targets = {name: targets_of(tier) for name, tier in tiers.items()}
+    halves = 1 if bench.real else 2
+    runs: dict[str, list[Told]] = {}
+    load: list[Asked] = []
+    shapes = {
+        "balancing pools": {"prefill": halves, "decode": halves},
+        "fixed roles": {"prefill": halves, "decode": halves, "local_prefill": False},
+        "collocated": {"prefill": 0, "decode": 2 * halves},
+    }
+    for name, shape in shapes.items():
+        with ExitStack() as stack:
+            ask, capacity, _ = bench.on(stack, tiers, **shape)  # type: ignore[arg-type]
+            load = load or scenarios.swing(scenarios.swing_rates(capacity), bench.seconds, bench.seed)
+            runs[name] = ask(load)
+    bench.console.print(report.table("a mix that swings", runs, targets, bench.seconds))
+    if bench.plot is not None:
+        curves = {name: report.goodput_over_time(told, targets, bench.seconds) for name, told in runs.items()}
+        each_s = bench.seconds / len(scenarios.SWING_PHASES)
+        borders = [each_s * number for number in range(1, len(scenarios.SWING_PHASES))]
+        report.plot(bench.plot, "goodput of a mix that swings", curves, borders)
+    met = {name: sum(one.meets(targets["chat"]) for one in told) for name, told in runs.items()}
+    return met["balancing pools"] >= met["fixed roles"]
+
+
+LOADS: dict[str, Callable[[Bench], bool]] = {"beside": beside, "overload": overload, "swing": swing}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.promises", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("load", choices=list(LOADS))
+    parser.add_argument(
+        "--real", action="store_true", help="real processes on this machine; absent: virtual time"
+    )
+    parser.add_argument("--seconds", type=count, default=60, help="of load (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--sample", type=count, default=SAMPLE, help="refused requests to replay (default: %(default)s)"
+    )
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png", help="picture of `swing`")
+    asked = parser.parse_args(arguments)
+    if asked.plot is not None and (why := why_no_picture()):
+        parser.error(f"--plot: {why}")
+    return 0 if LOADS[asked.load](Bench(asked)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
