@@ -6,9 +6,13 @@ same (`LateDevice`). The pure worker, the model thread and the runner are those 
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
+from common.config import WorkerSettings
 from common.effects import Effect, ToCoordinator, ToFront
 from common.messages import Decode, Ended, Tokens
+from common.ordering import Fair
 from common.request import (
     Attempt,
     FrontId,
@@ -31,14 +37,20 @@ from common.request import (
     WorkerId,
     pack_ids,
 )
+from decode_node.engine import _make_worker
+from decode_node.forming import Continuous
 from decode_node.worker import DecodeWorker
 from kernels.device import OnGpu
 from kernels.runner import ModelRunner, load_runner
+from tests.fuzz.scenes import FRONT, HonestCoordinator
 from tests.kernels.driving import fill_with_nan, random_prompts
 from tests.kernels.gpu.late_device import LateDevice
 from tests.kernels.tiny_models import save_model
+from tests.transfer.channel_ends import until
+from transfer import worker_process
 from transfer.isolating import ComingStep, IsolatingSteps
 from transfer.receiver import TransferReceiver
+from transfer.segment import PoolSegment
 from transfer.stepping import Stepping
 
 BLOCK = 4
@@ -59,7 +71,7 @@ class Machine:
     """Launches on a runner and counts; may be told to raise over the rows of one request."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self._launch = runner.launch
         self.out = self.most_out = self.rows = self.raised = 0
         self.raises: Callable[[Batch], bool] = lambda batch: False
         self.late = False
@@ -70,7 +82,7 @@ class Machine:
         self.launched()
         raises = self.raises(batch)
         self.raised += raises
-        machine, coming = self, self._runner.launch(batch)  # which takes up first what changes in its slots
+        machine, coming = self, self._launch(batch)  # which takes up first what changes in its slots
         if raises and not self.late:
             coming.discard()
             raise RuntimeError("a fault of ours")
@@ -307,3 +319,41 @@ def test_over_one_row_its_neighbours_go_on(
     assert machine.raised > 0 and machine.most_out == 2
     if for_ever:
         assert found["greedy"].end[0] == "failed" and found["greedy"].ids == wanted["greedy"].ids[:3]
+
+
+@pytest.mark.parametrize("backend", ["triton", "native"])
+def test_a_worker_process_has_two_steps_out_on_a_device_and_one_on_a_cpu(
+    backend: str,
+    folder: Path,
+    asked: dict[str, Request],
+    wanted: dict[str, Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of the process but its loading, with its sockets, until a signal."""
+    runner = load(folder, backend)
+    machine = Machine(runner)
+    monkeypatch.setattr(runner, "launch", machine.launch)
+    monkeypatch.setattr(worker_process, "keep_out_of_collections", lambda: None)
+    make = partial(_make_worker, Continuous(), Fair())
+
+    async def serve() -> dict[Key, list[int]]:
+        coordinator = HonestCoordinator()
+        coordinator.wants_all = True
+        settings = WorkerSettings(coordinator=coordinator.endpoint)
+        serving = asyncio.create_task(
+            worker_process._serve(settings, "decode", runner, folder, PoolSegment(), 1, make, None)
+        )
+        await until(lambda: coordinator.load is not None, 20)
+        for name in ("greedy", "told"):
+            request = replace(asked[name], front=FRONT)
+            message = Decode(request.request_id, Attempt(1), request, b"")
+            coordinator.say(coordinator.registered[0], message)
+        await until(lambda: len(coordinator.ended) == 2, LIMIT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(serving, 20) == 0
+        coordinator.close()
+        return coordinator.tokens
+
+    tokens = asyncio.run(serve())
+    assert {key[0]: ids for key, ids in tokens.items()} == {n: wanted[n].ids for n in ("greedy", "told")}
+    assert machine.most_out == (2 if backend == "triton" else 1)

@@ -189,6 +189,7 @@ class HonestCoordinator:
         self.tokens: dict[Key, list[int]] = {}
         self.ended: set[Key] = set()
         self.load: Heartbeat | None = None
+        self.registered: list[Sender] = []
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._read_tokens())]
 
     def say(self, worker: Sender, message: Message) -> None:
@@ -203,6 +204,7 @@ class HonestCoordinator:
             sender, message = decode(data)
             assert route == identity(sender)
             if isinstance(message, Register):
+                self.registered.append(sender)
                 self.say(sender, Registered(512, 0.1, self._fronts))
             elif isinstance(message, Heartbeat):
                 self.load = message

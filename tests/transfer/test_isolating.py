@@ -210,3 +210,8 @@ def test_all_rows_of_a_step_may_be_lost_but_what_it_says_of_slots_is_not() -> No
     said = in_turns(device, batch_of(POISON), batch_of(-1, left=[9]), batch_of(60))
     assert [ids_of(one) for one in said] == [[()], [()], [(61,)]]
     assert device.changes == [9]
+
+
+def test_rows_are_named_as_their_batch_has_them_though_fewer_were_run() -> None:
+    said = in_turns(Device(), batch_of(POISON, 20, 30), batch_of(-1, -2, -3), batch_of(-2, -3))
+    assert [ids_of(one) for one in said] == [[(), (21,), (31,)], [(), (22,), (32,)], [(23,), (33,)]]
