@@ -59,8 +59,10 @@ def _compiled(whole: bool, family: str | None) -> list[dict[str, object]]:
             found.append(f"a block number multiplied in 32 bits: {one.narrow_products[0]}")
         if one.kernel in entry.indexes_blocks and not one.block_loads:
             found.append("no block number was found to follow")
-        if entry.exact_f64 and one.fma_f64:
+        if entry.exact and one.fma_f64:
             found.append(f"{one.fma_f64} fused operations in float64")
+        if entry.exact and one.inexact_f32:
+            found.append(f"not rounded once: {', '.join(one.inexact_f32)}")
         if entry.invariant and any("wgmma" in name for name in one.mma):
             found.append("wgmma in the invariant form")
         return found

@@ -22,6 +22,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 CAPABILITIES = (80, 90)
+INEXACT_F32 = re.compile(
+    r"\b(?:fma|(?:div|rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh)\.(?:full|approx))[.\w]*\.f32\b"
+)
+"""Instructions whose result is not that of one operation rounded once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Recorded:
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """Registers by thread, bytes by program. `mma`: classes of matrix instructions in the PTX; `fma_f64`: how many
-    fused float64 operations; `block_loads`: loads of block numbers in Triton's own code; `narrow_products`: lines of it
-    that multiply one in 32 bits."""
+    fused float64 operations; `inexact_f32`: fused or approximate ones in float32; `block_loads`: loads of block numbers
+    in Triton's own code; `narrow_products`: lines of it that multiply one in 32 bits."""
 
     kernel: str
     capability: int
@@ -47,6 +51,7 @@ class Compiled:
     warps: int
     mma: tuple[str, ...]
     fma_f64: int
+    inexact_f32: tuple[str, ...]
     block_loads: int
     narrow_products: tuple[str, ...]
 
@@ -113,6 +118,7 @@ def _read(name: str, capability: int, made: Any, log: str) -> Compiled:
         warps=made.metadata.num_warps,
         mma=tuple(sorted(set(re.findall(r"\b(?:wgmma|mma)\S*?\.(?:m\d+n\d+k\d+)", ptx)))),
         fma_f64=len(re.findall(r"\bfma\.\w+\.f64", ptx)),
+        inexact_f32=tuple(sorted(set(INEXACT_F32.findall(ptx)))),
         block_loads=block_loads,
         narrow_products=narrow,
     )

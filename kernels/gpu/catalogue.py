@@ -26,14 +26,15 @@ FAMILIES = ("attention", "rope_store", "norms", "silu_mul", "block_moves", "samp
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`indexes_blocks`: kernels that take block numbers from an argument `tables`. `exact_f64`: no fused float64.
-    `invariant`: one class of matrix instructions, whatever the capability. `spill_bytes`: no more of them is right."""
+    """`indexes_blocks`: kernels that take block numbers from an argument `tables`. `exact`: every operation is rounded
+    once, none is fused or approximate. `invariant`: one class of matrix instructions, whatever the capability.
+    `spill_bytes`: no more of them is right."""
 
     family: str
     label: str
     call: Callable[[], object]
     indexes_blocks: tuple[str, ...] = ()
-    exact_f64: bool = False
+    exact: bool = False
     invariant: bool = False
     spill_bytes: int = 0
 
@@ -143,7 +144,7 @@ def _sampling(module: Any, whole: bool) -> Iterator[Entry]:
             )
             logits = _empty(64, vocab, dtype=torch.float32)
             call = partial(module.sample_on_device, logits, table)
-            yield Entry("sampling", f"{label}, vocabulary {vocab}", call, exact_f64=True)
+            yield Entry("sampling", f"{label}, vocabulary {vocab}", call, exact=True)
 
 
 def _block_moves(module: Any, whole: bool) -> Iterator[Entry]:

@@ -20,6 +20,13 @@ def multiply_add(x, out):
 
 
 @triton.jit
+def divide(x, out, ONCE: tl.constexpr):
+    i = tl.arange(0, 32)
+    above, below = tl.load(x + i), tl.load(x + 32 + i)
+    tl.store(out + i, tl.div_rn(above, below) if ONCE else above / below)
+
+
+@triton.jit
 def block_at(pool, tables, out, stride, WIDE: tl.constexpr):
     block = tl.load(tables + tl.program_id(0))
     if WIDE:
@@ -41,6 +48,9 @@ def main() -> None:
     calls = {
         "fused": lambda: multiply_add[(1,)](doubles, doubles, num_warps=1),
         "unfused": lambda: multiply_add[(1,)](doubles, doubles, num_warps=1, enable_fp_fusion=False),
+        "fused f32": lambda: multiply_add[(1,)](floats, floats, num_warps=1),
+        "divided": lambda: divide[(1,)](floats, floats, ONCE=False, num_warps=1, enable_fp_fusion=False),
+        "divided once": lambda: divide[(1,)](floats, floats, ONCE=True, num_warps=1, enable_fp_fusion=False),
         "narrow": lambda: block_at[(4,)](ints, ints, ints, 77, WIDE=False),
         "wide": lambda: block_at[(4,)](ints, ints, ints, 77, WIDE=True),
         "spilling": lambda: crowded[(1,)](floats, floats, SIZE=4096, num_warps=1, maxnreg=32),

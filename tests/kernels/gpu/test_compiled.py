@@ -41,6 +41,12 @@ def test_fused_float64_is_seen_and_launching_without_fusion_has_none(probes: dic
     assert probes["unfused"]["fma_f64"] == 0
 
 
+def test_what_is_not_rounded_once_in_float32_is_seen(probes: dict[str, Any]) -> None:
+    assert any(name.startswith("fma.rn") for name in probes["fused f32"]["inexact_f32"])
+    assert any(name.startswith("div.full") for name in probes["divided"]["inexact_f32"])
+    assert probes["divided once"]["inexact_f32"] == []
+
+
 def test_a_block_number_multiplied_in_32_bits_is_seen(probes: dict[str, Any]) -> None:
     assert len(probes["narrow"]["narrow_products"]) == probes["narrow"]["block_loads"] == 1
     assert (probes["wide"]["narrow_products"], probes["wide"]["block_loads"]) == ([], 1)
