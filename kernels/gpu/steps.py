@@ -104,6 +104,19 @@ class DeviceSteps:
         step.on_device, ids = self._staging.on_device(rows, rows, max_count=1, max_end=self._max_model_len)
         return self._forward(ids, step)
 
+    def warm_chunks(self) -> None:
+        """Before serving: a chunk beside a decode row, so that no prompt waits for a compiler. What lies in block 0, to
+        which all tables point, is overwritten."""
+        began = time.monotonic()
+        counts = np.array([2, 1], dtype=np.int32)[: len(self._tables)]
+        starts = np.zeros(len(counts), dtype=np.int32)
+        step = StepLayout(
+            starts, counts, np.arange(len(counts)), self._tables, self._block_size, self._device
+        )
+        ids = np.zeros(step.num_tokens, dtype=np.int64)
+        self.run(ids, step, np.arange(len(counts)))
+        log.info("chunk kernels took %.1f s", time.monotonic() - began)
+
     def capture_all(self) -> None:
         """Before serving, over rows that all are padding; the largest first: its memory has room for the others."""
         if self.graphs is None:
@@ -137,5 +150,6 @@ def make_device_steps(
     )
     if model.device.type == "cuda":
         with torch.inference_mode():
+            steps.warm_chunks()
             steps.capture_all()
     return steps

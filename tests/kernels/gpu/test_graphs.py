@@ -138,6 +138,15 @@ def test_graphs_give_what_single_launches_give() -> None:
     assert len(set(toy.sizes[len(captured) + 1 :])) > 3, "batches of several sizes were met"
 
 
+def test_chunks_are_warmed_before_serving_and_leave_no_trace_in_what_follows() -> None:
+    plain, _, plain_tables = make(None)
+    warm, toy, tables = make(Again)
+    warm.warm_chunks()
+    assert toy.sizes == [2], "one step of two rows"
+    assert toy.pool[0, 0].isfinite() and toy.pool[1:].isnan().all(), "nothing but block 0 was written"
+    assert run_all(warm, tables, 5) == run_all(plain, plain_tables, 5)
+
+
 def test_a_graph_is_captured_when_first_met_and_once() -> None:
     captured: list[int] = []
 
