@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from common.flags import flag
 from common.http_settings import Strict
 
@@ -19,4 +21,11 @@ class GpuSettings(Strict):
     )
     enforce_eager: bool = flag(
         False, "no CUDA graphs: each decode step is launched kernel by kernel, the same bits slower", "engine"
+    )
+    attention_variant: Literal["invariant", "fast"] = flag(
+        "invariant",
+        "on a GPU: invariant gives a token the same bits in a chunk of a prompt and in a decode step; fast computes "
+        "chunks in larger tiles, with other bits there, so that a request that is computed again elsewhere may go on "
+        "otherwise. Its gain is not measured yet: bench/gpu_check.sh says it. All workers need the same",
+        "engine",
     )

@@ -117,13 +117,15 @@ def choose_backend(
     dtype: torch.dtype,
     max_len: int = 8192,
     wanted: BackendName = "auto",
+    fast_chunks: bool = False,
 ) -> Backend:
     """The fastest backend that was built and fits; the same for every worker of one model on a machine. Who gets the
-    slow one is told why. `wanted`: for tests and comparisons; Triton on a CPU is its interpreter."""
+    slow one is told why. `wanted`: for tests and comparisons; Triton on a CPU is its interpreter. `fast_chunks`: of a
+    GPU's (`OnGpu`)."""
     if wanted == "torch":
         return TorchBackend()
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
-        return _triton(device, head_dim, block_size, dtype, max_len)
+        return _triton(device, head_dim, block_size, dtype, max_len, fast_chunks)
     if device.type != "cpu":
         return TorchBackend()
     native = load_native()
@@ -139,7 +141,12 @@ def choose_backend(
 
 
 def _triton(
-    device: torch.device, head_dim: int, block_size: int, dtype: torch.dtype, max_len: int
+    device: torch.device,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    max_len: int,
+    fast_chunks: bool,
 ) -> Backend:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("Triton kernels run on a CPU in its interpreter alone: set TRITON_INTERPRET=1")
@@ -149,6 +156,6 @@ def _triton(
 
     why = why_not(head_dim, block_size)
     if why is None:
-        return TritonBackend(attention_launch(head_dim, dtype, max_len, device), device)
+        return TritonBackend(attention_launch(head_dim, dtype, max_len, device), device, fast=fast_chunks)
     log.warning("the reference kernels of torch run, far slower than those in Triton: %s", why)
     return TorchBackend()

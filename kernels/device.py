@@ -12,11 +12,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 @dataclass(frozen=True, slots=True)
 class OnGpu:
     """What a runner is told that is a GPU's only: the worker's share of all its memory (above 0, at most 1), the
-    tokens of its largest step, and whether decode steps are launched kernel by kernel, without CUDA graphs."""
+    tokens of its largest step, whether decode steps are launched kernel by kernel, without CUDA graphs, and whether
+    chunks take large tiles, whose bits are not those of decode rows."""
 
     memory_share: float = 0.9
     step_tokens: int = 2048
     eager: bool = False
+    fast_chunks: bool = False
 
 
 def resolve_device(asked: str) -> torch.device:

@@ -34,9 +34,10 @@ def load_for_worker(
     gpu_memory_share: float = 0.9,
     step_tokens: int = 2048,
     eager: bool = False,
+    fast_chunks: bool = False,
 ) -> tuple[Path, ModelRunner]:
     """The model's folder and its runner; None is the default model, fetched on first use. Without a size the cache is
-    what suits the device; the last three are a GPU's (`OnGpu`).
+    what suits the device; the last four are a GPU's (`OnGpu`).
 
     Progress goes to the log, a quarter at a time. Raises ModelUnusable, and AskedTooMuch where a flag is at fault.
     """
@@ -55,7 +56,7 @@ def load_for_worker(
             threads=threads,
             progress=_log_quarters,
             pool_memory=pool_memory,
-            gpu=OnGpu(gpu_memory_share, step_tokens, eager),
+            gpu=OnGpu(gpu_memory_share, step_tokens, eager, fast_chunks),
         )
     except AskedTooMuch:
         raise

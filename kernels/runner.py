@@ -279,14 +279,16 @@ def load_runner(
     config = ModelConfig.from_folder(folder)
     length = _served_length(config, max_model_len)
     weight_dtype = resolve_dtype(dtype, config)
-    choice = choose_backend(place, config.head_dim, block_size, threads, weight_dtype, length, backend)
+    gpu = gpu or OnGpu()
+    choice = choose_backend(
+        place, config.head_dim, block_size, threads, weight_dtype, length, backend, gpu.fast_chunks
+    )
     heads = (config.num_layers, config.num_kv_heads, config.head_dim)
     layout = CacheLayout(*heads, block_size, weight_dtype, token_major=choice.on_device)
     num_blocks = asked_blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
         model = load_model(checkpoint, weight_dtype, place, choice, length, threads, progress)
-    gpu = gpu or OnGpu()
     if num_blocks is None:
         from kernels.gpu.memory import profiled_blocks
 

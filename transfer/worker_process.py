@@ -101,6 +101,7 @@ class LoadModel(Protocol):
         gpu_memory_share: float,
         step_tokens: int,
         eager: bool,
+        fast_chunks: bool,
     ) -> tuple[Path, Runner]: ...
 
 
@@ -164,6 +165,7 @@ def _load(
             gpu_memory_share=settings.gpu_memory_utilization,
             step_tokens=settings.max_num_batched_tokens or DEVICE_STEP_TOKENS,
             eager=settings.enforce_eager,
+            fast_chunks=settings.attention_variant == "fast",
         )
     except AskedTooMuch as error:
         raise BadConfiguration(str(error)) from error

@@ -239,6 +239,9 @@ def test_settings_of_a_gpu_come_from_flags_and_file(tmp_path: Path) -> None:
     assert serve("--config", path).gpu_memory_utilization == 0.5 and serve("--config", path).enforce_eager
     worker = parse_worker(["--gpu-memory-utilization", "1", "--enforce-eager"], "decode")
     assert worker.gpu_memory_utilization == 1 and worker.enforce_eager
+    assert worker.attention_variant == serve().attention_variant == "invariant"
+    assert serve("--attention-variant", "fast").attention_variant == "fast"
+    assert "--attention-variant" in refusal("--attention-variant", "faster")
 
 
 # --- who may reach what ---

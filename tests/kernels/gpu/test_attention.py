@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu import attention
+from kernels.gpu import attention, tuning
 from kernels.gpu.attention import paged_attention
 from kernels.gpu.tuning import Launch, attention_launch, read_tuning
 from tests.kernels.gpu.grid import (
@@ -208,6 +208,15 @@ def test_splits_grow_with_the_longest_sequence_alone() -> None:
     assert attention_launch(128, torch.bfloat16, 8192, cpu).split == 512
     assert attention_launch(128, torch.bfloat16, 131072, cpu).split == 2048
     assert attention_launch(256, torch.float32, 100, cpu).keys == 32
+
+
+def test_what_was_measured_is_not_taken_for_wider_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tiles would not fit into shared memory, and nothing would run."""
+    monkeypatch.setattr(tuning, "measured", lambda device: {"attention": {"keys": 128, "stages": 3}})
+    cpu = torch.device("cpu")
+    assert attention_launch(128, torch.bfloat16, 8192, cpu) == Launch(keys=128, stages=3)
+    assert attention_launch(64, torch.float32, 8192, cpu) == Launch(keys=128, stages=3)
+    assert attention_launch(256, torch.bfloat16, 8192, cpu) == Launch(keys=32)
 
 
 def test_who_takes_a_split_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

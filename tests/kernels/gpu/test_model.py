@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.device import OnGpu
+from kernels.gpu import backend as triton_backend
+from kernels.gpu.attention import paged_attention
 from kernels.runner import ModelRunner, load_runner
 from tests.kernels.driving import Sampling, fill_with_nan, generate, random_prompts
 from tests.kernels.tiny_models import save_model
@@ -14,10 +18,10 @@ from tests.kernels.tiny_models import save_model
 BLOCK = 16
 
 
-def runner(folder: Path, backend: str, dtype: str = "float32") -> ModelRunner:
+def runner(folder: Path, backend: str, dtype: str = "float32", *, fast_chunks: bool = False) -> ModelRunner:
     made = load_runner(
         str(folder), dtype=dtype, device="cpu", block_size=BLOCK, num_blocks=24, max_num_seqs=4,
-        max_model_len=160, backend=backend,  # type: ignore[arg-type]
+        max_model_len=160, backend=backend, gpu=OnGpu(fast_chunks=fast_chunks),  # type: ignore[arg-type]
     )  # fmt: skip
     fill_with_nan(made)
     return made
@@ -54,6 +58,29 @@ def test_bits_are_the_same_in_chunks_alone_in_a_batch_and_recomputed(folder: Pat
         tokens = [token for token, _ in outputs]
         (again,) = generate(runner(folder, "triton"), [prompt + tokens[:2]], 2, sampling=sampling[:1])
         assert again == outputs[2:]
+
+
+def test_chunks_in_large_tiles_are_in_the_fingerprint_and_reach_the_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers of which one is fast do not exchange blocks."""
+    forms: list[bool] = []
+    real = paged_attention
+
+    def watched(*given: Any, fast: bool) -> torch.Tensor:
+        forms.append(fast)
+        return real(*given, fast=fast)
+
+    monkeypatch.setattr(triton_backend, "paged_attention", watched)
+    fast = runner(folder, "triton", fast_chunks=True)
+    assert fast.attention_backend == f"{runner(folder, 'triton').attention_backend}:fast"
+    prompts = random_prompts([18], 211)
+    said = generate(fast, prompts, 2)
+    assert set(forms) == {True}
+    assert [token for token, _ in said[0]] == [
+        token for token, _ in generate(runner(folder, "triton"), prompts, 2)[0]
+    ]
+    assert set(forms) == {True, False}
 
 
 def test_the_layout_of_a_device_is_in_the_fingerprint(folder: Path) -> None:
