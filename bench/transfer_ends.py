@@ -1,7 +1,7 @@
 """Both ends of a stream of KV blocks, each a process: `python -m bench.transfer_ends give|take WAY …`.
 
-    tcp, shm    production: sender, receiver, links, channel, checksums; no model and no worker around them
-    zeromq      a PUSH and a PULL that send the same frames and do nothing else: what tcp is measured against
+    tcp, shm, gloo   production: sender, receiver, links, channel, checksums; no model and no worker around them
+    zeromq           a PUSH and a PULL that send the same frames and do nothing else: what tcp is measured against
 
 The receiving end says where it is, the sending end is told. After that a line on the sending end's input is one round,
 in which every block goes over once; it answers with the round's seconds. Either answers "cpu" with the processor
@@ -364,7 +364,7 @@ async def _run(asked: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer_ends")
     parser.add_argument("end", choices=["give", "take"])
-    parser.add_argument("way", choices=["tcp", "shm", "zeromq"])
+    parser.add_argument("way", choices=["tcp", "shm", "gloo", "zeromq"])
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--block-bytes", type=int, required=True)
     parser.add_argument("--key", type=Path)

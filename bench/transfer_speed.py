@@ -3,6 +3,7 @@
     shm                    against a copy of the same bytes by one thread
     tcp                    against bare ZeroMQ: the same frames between two processes, received and dropped; as it
                            comes, and with our setting of the C library's memory (transfer/sockets.py) that tcp has
+    gloo                   against tcp, which takes the same way between two machines
     tcp, CURVE             against the same two, encrypted
 
 All take turns, round by round, so that a machine that is busy for a while is busy for each of them. What counts is the
@@ -57,6 +58,7 @@ WAYS = (
     Way(AS_IT_COMES, "zeromq", keeps_memory=False),
     Way(MEMORY_KEPT, "zeromq"),
     Way("tcp", "tcp", against=(AS_IT_COMES, MEMORY_KEPT), target=0.8),
+    Way("gloo", "gloo", against=("tcp",)),
     Way(AS_IT_COMES + CURVE, "zeromq", curve=True, keeps_memory=False),
     Way(MEMORY_KEPT + CURVE, "zeromq", curve=True),
     Way("tcp" + CURVE, "tcp", curve=True, against=(AS_IT_COMES + CURVE, MEMORY_KEPT + CURVE)),

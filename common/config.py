@@ -26,6 +26,7 @@ from common.flags import flag, parse, visible_fields
 from common.gpu_settings import GpuSettings
 from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, KeysOfFiles, Strict
 from common.ordering import PolicyName
+from common.transfer_settings import TransferSettings
 
 WorkerRole = Literal["prefill", "decode"]
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
@@ -92,7 +93,7 @@ class ProcessSettings(Strict):
     parent_fd: int | None = flag(None, "read end of the launcher's pipe", "process", hidden=True, ge=0)
 
 
-class EngineSettings(GpuSettings, ProcessSettings):
+class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(
         "auto", "of weights and cache; auto: as stored", "model"
     )
@@ -135,12 +136,6 @@ class EngineSettings(GpuSettings, ProcessSettings):
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
     prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
-    transfer: Literal["auto", "tcp", "shm", "ipc", "nccl"] = flag(
-        "auto",
-        "how KV blocks travel; shm: the receiver reads the sender's memory, on one machine; ipc: its GPU reads the "
-        "sender's (CUDA IPC; no GPU has run it yet); auto: ipc or shm where it can be, else tcp",
-        "network",
-    )
     threads: int | None = flag(
         None,
         "threads that compute in one worker; absent: one per core it may use, which the workers of "
@@ -148,12 +143,6 @@ class EngineSettings(GpuSettings, ProcessSettings):
         "process",
         ge=1,
     )
-
-    @model_validator(mode="after")
-    def _only_what_is_built(self) -> Self:
-        if self.transfer == "nccl":
-            raise ValueError("--transfer nccl is not in this release: use auto, shm or tcp")
-        return self
 
     @model_validator(mode="after")
     def _timeout_of_batches(self) -> Self:
@@ -205,6 +194,9 @@ class WorkerSettings(EngineSettings):
             raise ValueError(
                 f"--advertise {self.advertise}: means nothing on another machine; name one address"
             )
+        self.refuse_untrusted("--coordinator", there)
+        self.refuse_untrusted("--advertise", self.advertised)
+        self.refuse_untrusted("--bind", self.bound)
         return self
 
     @property
@@ -359,7 +351,9 @@ class ServeSettings(CoordinatorSettings, EngineSettings):
 
     @model_validator(mode="after")
     def _workers_know_where(self) -> Self:
-        if parse_endpoint(self.control).on_every_address:
+        where = parse_endpoint(self.control)
+        self.refuse_untrusted("--control", where)
+        if where.on_every_address:
             raise ValueError(
                 f"--control {self.control}: name one address of this machine; its workers are told it, and others "
                 "reach them at it"

@@ -1,6 +1,6 @@
 """Every message that a worker sends or hears. Pure. `wire.py` makes bytes of them and back.
 
-Those between front and coordinator are in `front_messages.py`.
+Those between front and coordinator are in `front_messages.py`, those that make a process group in `group_messages.py`.
 
 Why dataclasses: the pure objects make and read tens of thousands a second in a simulation, where only what
 arrives from a socket needs checking.
@@ -17,7 +17,7 @@ from common.bounds import FEW, SHORT, Amount, Count, Endpoint, Index, Positive, 
 from common.request import Attempt, Incarnation, Key, PackedIds, Request, RequestId, TokenLogprobs, WorkerId
 
 Role = Literal["prefill", "decode"]
-ChannelName = Literal["tcp", "shm", "ipc"]
+ChannelName = Literal["tcp", "shm", "ipc", "gloo", "nccl"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -244,7 +244,8 @@ class Accept(AboutRequest):
 @dataclass(frozen=True, slots=True)
 class Block(AboutRequest):
     """Header of a block on its way. Over tcp its bytes are the frame beside it, over shm and ipc they lie at `offset`
-    of the sender's pool. `checksum`: XXH3, or over ipc the device's own (`kernels/block_hash.py`)."""
+    of the sender's pool, over gloo and nccl they are the block of number `offset` in the stream between the two.
+    `checksum`: XXH3, or over ipc the device's own (`kernels/block_hash.py`)."""
 
     index: Count
     part: Count

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from common import front_messages, messages
+from common import front_messages, group_messages, messages
 from common.errors import ProtocolViolation
 from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, ShownPool, Tokens
 from common.prefix import HASH_BYTES
@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _BASES = (Message, AboutRequest, ShownPool)
 TYPES: dict[str, type[Message]] = {
     name: cls
-    for module in (messages, front_messages)
+    for module in (messages, front_messages, group_messages)
     for name, cls in vars(module).items()
     if isinstance(cls, type) and issubclass(cls, Message) and cls not in _BASES
 }

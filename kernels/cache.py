@@ -214,6 +214,11 @@ class PagedCache:
         assert self._host is not None
         return self._host[block * self.block_bytes : (block + 1) * self.block_bytes]
 
+    def device_block(self, block: int) -> torch.Tensor:
+        """The bytes of one block where they lie, uint8 `[block_bytes]`."""
+        self._check(block)
+        return self._bytes[block]
+
     def _check(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block {block} of {self.num_blocks}")

@@ -3,8 +3,8 @@
 A header (`Block`) goes over the data socket in every case: which block, how long, its checksum, over which channel.
 Blocks that leave together share a message, in which each has its own header and is a block as any other: the protocol
 above (`sender.py`, `receiver.py`) knows each for itself as good, corrupt or doubled. What a channel adds is where the
-bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), or in its pool on a device, which the
-receiver's device reads (`ipc`). The protocol sees none of this.
+bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), in its pool on a device, which the receiver's
+device reads (`ipc`), or in a process group of the two (`gloo`, `nccl`). The protocol sees none of this.
 
 Which channel is a fact of two processes, not of a request: the sender tries its own in order of preference, those
 that the receiver's address offers, and takes the first that opens (`way.py`). So no message about a request says it.
@@ -91,8 +91,8 @@ class SendingEnd(Protocol):
         """Headers and frames that bring them to `target`."""
         ...
 
-    def end(self) -> None:
-        """Closes everything."""
+    async def end(self) -> None:
+        """Closes everything, and waits for what is under way in threads."""
         ...
 
 
@@ -111,8 +111,8 @@ class ReceivingEnd(Protocol):
         """Headers came, each with its frame: delivers their blocks' bytes, now or when they are here."""
         ...
 
-    def end(self) -> None:
-        """Closes everything."""
+    async def end(self) -> None:
+        """Closes everything, and waits for what is under way in threads."""
         ...
 
 

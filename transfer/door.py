@@ -173,7 +173,7 @@ class DoorSending:
     def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
         return [(header, b"") for header in self._shown.pack(blocks)]
 
-    def end(self) -> None:
+    async def end(self) -> None:
         for door in list(self._doors.values()):
             self.close(door.target)
         self._shown.close()
@@ -219,7 +219,7 @@ class DoorReceiving(Generic[Hello]):
         with nullcontext(nothing) if view is None else view.of(headers) as found:
             deliver(sender, found)
 
-    def end(self) -> None:
+    async def end(self) -> None:
         for guest in list(self._guests):
             self._leave(guest)
         _hang_up(self._listener)

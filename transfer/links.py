@@ -200,10 +200,6 @@ class Links:
         """Everything unsent gets LINGER_MS, where anybody is there to take it. (The fronts are the coordinator's.)"""
         for way in self._ways.values():
             way.close(linger_ms=LINGER_MS)
-        for sending in self._sending:
-            sending.end()
-        for receiving in self._receiving.values():
-            receiving.end()
         there = self._coordinators is not None and self._coordinators.there
         if self._coordinators is not None:
             self._coordinators.end()
@@ -211,6 +207,10 @@ class Links:
             self._control_reader.cancel()
         for task in self._tasks:
             task.cancel()
+        for sending in self._sending:
+            await sending.end()
+        for receiving in self._receiving.values():
+            await receiving.end()
         await asyncio.sleep(0)
         self._peers.close(linger=LINGER_MS)
         await self._sockets.end(LINGER_MS if there else 0)

@@ -2,7 +2,8 @@
 
 `auto` takes shm before tcp: it moves the same bytes with one copy less and no kernel buffers. Between pools on devices
 it takes ipc before both: bytes stay on devices. What cannot be had is left out under `auto` and an error where it was
-asked for by name.
+asked for by name. gloo and nccl come by name alone, for they speak with anybody (`common/transfer_settings.py`), and
+torch is imported only where they do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from common.counters import Counters
 from common.errors import BadConfiguration
-from common.messages import Sender
+from common.messages import ChannelName, Sender
 from kernels.shared_pool import CannotShare, PoolOnDevice
 from transfer.channel import Pool, ReceivingEnd, SendingEnd
 from transfer.ipc import ipc_receiving, ipc_sending
@@ -21,6 +22,17 @@ from transfer.shm import shm_receiving, shm_sending
 from transfer.tcp import TcpReceiving, TcpSending
 
 log = logging.getLogger(__name__)
+
+GROUPS: dict[str, ChannelName] = {"gloo": "gloo", "nccl": "nccl"}
+"""Channels that are process groups."""
+
+
+def require_channel(transfer: str, device: str) -> None:
+    """Says before the model is loaded what is known against a channel. Raises BadConfiguration."""
+    if transfer in GROUPS:
+        from transfer import group_channels
+
+        group_channels.require(transfer, device)
 
 
 OnDevice = Callable[[], PoolOnDevice]
@@ -32,6 +44,10 @@ def sending_ends(
 ) -> Sequence[SendingEnd]:
     """`segment` is what the pool was made in, if it was; `on_device` is there where it is not in the host's memory.
     Raises BadConfiguration."""
+    if (group := GROUPS.get(transfer)) is not None:
+        from transfer.group_channels import group_sending
+
+        return [group_sending(group, me, pool, on_device is not None)]
     ends: list[SendingEnd] = []
     if transfer in ("auto", "ipc"):
         try:
@@ -52,9 +68,18 @@ def sending_ends(
 
 
 def receiving_ends(
-    transfer: str, me: Sender, counters: Counters, block_bytes: int, on_device: OnDevice | None = None
+    transfer: str,
+    me: Sender,
+    counters: Counters,
+    block_bytes: int,
+    on_device: OnDevice | None = None,
+    host: str = "127.0.0.1",
 ) -> Sequence[ReceivingEnd]:
-    """Raises BadConfiguration."""
+    """`host`: where this worker listens. Raises BadConfiguration, CannotBind."""
+    if (group := GROUPS.get(transfer)) is not None:
+        from transfer.group_channels import group_receiving
+
+        return [group_receiving(group, me, counters, block_bytes, host)]
     ends: list[ReceivingEnd] = []
     if transfer in ("auto", "ipc"):
         try:

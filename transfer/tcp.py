@@ -29,7 +29,7 @@ class TcpSending:
             for (key, index, _), frame, checksum in zip(blocks, frames, checksums(frames), strict=True)
         ]
 
-    def end(self) -> None: ...
+    async def end(self) -> None: ...
 
 
 class TcpReceiving:
@@ -41,4 +41,4 @@ class TcpReceiving:
     def take(self, sender: Sender, came: Sequence[Arrived], deliver: BlocksIn) -> None:
         deliver(sender, came)
 
-    def end(self) -> None: ...
+    async def end(self) -> None: ...

@@ -43,7 +43,7 @@ from transfer.addresses import address_towards
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.isolating import ComingStep, IsolatingSteps
 from transfer.links import Links
-from transfer.own_channels import receiving_ends, sending_ends
+from transfer.own_channels import receiving_ends, require_channel, sending_ends
 from transfer.pure_worker import PureWorker
 from transfer.segment import PoolSegment
 from transfer.sockets import allow_open_files, keep_freed_memory
@@ -133,6 +133,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     """Serves until SIGTERM, Ctrl-C or a refusal; 0 after a clean stop, COMES_BACK where it is to begin anew in the
     other role. Raises StartupError."""
     key = key_of(settings.curve_key)
+    require_channel(settings.transfer, settings.device)
     allow_open_files()
     threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
@@ -198,8 +199,9 @@ async def _serve(
     most_inflight = 2 if runner.runs_ahead else 1
     node = make_node(core, digest(fingerprint), layout.block_bytes, runner.vocab_size, most_inflight)
     steps = IsolatingSteps(runner)
-    links = _links(settings, role, me, runner.cache, segment, node.records.counters, key)
-    address = links.bind(*own_endpoints(settings))
+    bound, told = own_endpoints(settings)
+    links = _links(settings, role, me, runner.cache, segment, node.records.counters, key, bound.host)
+    address = links.bind(bound, told)
     log.info("takes transfers at %s; KV may travel over %s", address.control, " or ".join(links.channels))
     loop = WorkerLoop(
         node,
@@ -252,13 +254,14 @@ def _links(
     segment: PoolSegment,
     counters: Counters,
     key: ClusterKey | None,
+    host: str,
 ) -> Links:
-    """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives."""
+    """Sockets, and the channels of this role: a prefill worker sends, a decode worker receives, at `host`."""
     block_bytes = cache.layout.block_bytes
     if role == "prefill":
         ends = sending_ends(settings.transfer, me, cache, segment, cache.on_device)
         return Links(me, counters, block_bytes=block_bytes, sending=ends, key=key)
-    receiving = receiving_ends(settings.transfer, me, counters, block_bytes, cache.on_device)
+    receiving = receiving_ends(settings.transfer, me, counters, block_bytes, cache.on_device, host)
     return Links(me, counters, block_bytes=block_bytes, receiving=receiving, key=key)
 
 

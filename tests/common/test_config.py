@@ -182,7 +182,7 @@ def test_a_bad_file_of_a_tiers_keys_is_refused_and_no_key_is_shown(
         (["--decode", "0"], ["--decode", "greater than or equal to 1"]),
         (["--kv-cache-memory", "2 parsec"], ["--kv-cache-memory", "2GiB"]),
         (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "finite"]),
-        (["--transfer", "nccl"], ["--transfer nccl", "not in this release", "auto, shm or tcp"]),
+        (["--transfer", "ucx"], ["--transfer", "'gloo'", "'ucx'"]),
         (["--config", "/nowhere/x.toml"], ["/nowhere/x.toml", "No such file"]),
         (["--worker-timeout", "0.5"], ["--worker-timeout", "--heartbeat-interval"]),
         (["stray"], ["unexpected argument stray"]),
@@ -331,6 +331,35 @@ def test_where_a_worker_listens_may_differ_from_what_is_told() -> None:
     assert told.bound == told.advertised == Endpoint("gpu7.example", 5000)
     both = worker("--advertise", "203.0.113.5:5000", "--bind", "[::]:6000")
     assert (both.bound, both.advertised) == (Endpoint("::", 6000), Endpoint("203.0.113.5", 5000))
+
+
+@pytest.mark.parametrize("transfer", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--coordinator=tcp://10.0.0.1:5000",
+        "--coordinator=tcp://localhost.example:5000",
+        "--advertise=10.0.0.1:5000",
+        "--bind=*:5000",
+    ],
+)
+def test_process_groups_leave_loopback_with_a_word_of_trust_only(transfer: str, argument: str) -> None:
+    """The cluster's key is not enough: they do not know it."""
+    argv = [argument, "--transfer", transfer, "--curve-key", "k"]
+    with pytest.raises(BadConfiguration) as refused:
+        parse_worker(argv, "decode")
+    for word in (f"--transfer {transfer}", argument.partition("=")[0], "--curve-key", "Say --trust-network"):
+        assert word in refused.value.message
+    assert parse_worker([*argv, "--trust-network"], "decode").transfer == transfer
+    assert parse_worker([argument, "--curve-key", "k"], "decode").transfer == "auto"
+    assert parse_worker(["--transfer", transfer], "decode").trust_network is False
+
+
+def test_a_service_with_process_groups_leaves_loopback_with_a_word_of_trust_only() -> None:
+    argv = ["--transfer", "gloo", "--control", "tcp://10.0.0.1:5000", "--curve-key", "k"]
+    assert "--transfer gloo with --control 10.0.0.1:5000" in refusal(*argv)
+    assert serve(*argv, "--trust-network").trust_network
+    assert serve("--transfer", "gloo").transfer == "gloo"
 
 
 def test_control_leaves_loopback_with_a_key_only_and_may_pick_its_port(tmp_path: Path) -> None:

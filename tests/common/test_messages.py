@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from common.bounds import MAX_WHY_CHARS
 from common.errors import ProtocolViolation
+from common.group_messages import Join, Published
 from common.messages import (
     Abort,
     Accept,
@@ -122,6 +123,9 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "device": bytes(range(16)),
     },
     "NotMapped": {"reason": "not sealed"},
+    "Join": {"worker": "decode-0", "incarnation": 9, "block_bytes": 1000, "first": 1 << 40},
+    "Published": {"key": "0/1", "value": bytes(range(256))},
+    "NotJoined": {"reason": "another life of it"},
     "Credit": {"indices": (0, 1)},
     "Nack": {"indices": (1,), "reason": "checksum"},
     "Handover": {
@@ -231,6 +235,10 @@ def test_what_is_not_ours_is_refused(changes: dict[str, object]) -> None:
         Registered(5, 0.0, {}),
         Registered(5, 0.5, {str(n): "tcp://h:1" for n in range(65)}),
         Abort(RequestId("x" * 2000), ATTEMPT, ""),
+        Join(WorkerId("decode-0"), Incarnation(9), 0, 0),
+        Join(WorkerId("decode-0"), Incarnation(9), 1000, -1),
+        Published("k" * 1025, b""),
+        Published("k", bytes(4097)),
         Tokens(1, (TokenRow(ID, ATTEMPT, -1, (5,)),)),
         Tokens(-1, ()),
         *(

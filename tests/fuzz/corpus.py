@@ -16,7 +16,21 @@ from common.messages import Decode, Message, Offer, Prefill
 from common.request import Grammar, PackedIds, pack_ids
 from common.wire import TYPES
 
-WORDS = ("", "a", "tcp", "shm", "ipc", "decoding", "stop", "decode-0", "prefill-0", "x" * 40, "é", "a b\n")
+WORDS = (
+    "",
+    "a",
+    "tcp",
+    "shm",
+    "ipc",
+    "gloo",
+    "decoding",
+    "stop",
+    "decode-0",
+    "prefill-0",
+    "x" * 40,
+    "é",
+    "a b\n",
+)
 
 
 @cache

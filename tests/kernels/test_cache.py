@@ -37,6 +37,16 @@ def test_a_block_written_elsewhere_reads_the_same() -> None:
         assert torch.equal(target.values(layer, there), source.values(layer, here))
 
 
+def test_a_blocks_tensor_is_its_bytes_where_they_lie() -> None:
+    cache = PagedCache(CacheLayout(2, 1, 4, 4, torch.float32), num_blocks=3)
+    cache.write_blocks([1], [bytes(range(256))])
+    assert bytes(cache.device_block(1).numpy()) == bytes(range(256))
+    cache.device_block(1).zero_()
+    assert [bytes(view) for view in cache.read_blocks([1, 2])] == [bytes(256)] * 2
+    with pytest.raises(IndexError):
+        cache.device_block(3)
+
+
 def test_wrong_sizes_and_places_are_refused() -> None:
     cache = PagedCache(_LAYOUT, 2)
     with pytest.raises(ValueError):

@@ -14,7 +14,7 @@ from transfer.channel import ReceivingEnd, SendingEnd
 from transfer.own_channels import receiving_ends, sending_ends
 from transfer.segment import PoolSegment
 
-CHANNELS: tuple[ChannelName, ...] = ("tcp", "shm")
+CHANNELS: tuple[ChannelName, ...] = ("tcp", "shm", "gloo")
 ON_DEVICE = "KVFERRY_TEST_ON_DEVICE"
 """In the environment, the driver's library: pools are reached as a device's are, here and in what is started."""
 
@@ -57,8 +57,10 @@ class BarePool:
     def sending(self, transfer: str, me: Sender) -> list[SendingEnd]:
         return list(sending_ends(transfer, me, self, self.segment))
 
-    def receiving(self, transfer: str, me: Sender, counters: Counters) -> list[ReceivingEnd]:
-        return list(receiving_ends(transfer, me, counters, self.block_bytes))
+    def receiving(
+        self, transfer: str, me: Sender, counters: Counters, host: str = "127.0.0.1"
+    ) -> list[ReceivingEnd]:
+        return list(receiving_ends(transfer, me, counters, self.block_bytes, host=host))
 
     def close(self) -> None:
         self.segment.close()

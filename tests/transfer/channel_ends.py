@@ -163,7 +163,7 @@ class Taker(_End):
         timeout_s: float = 45.0,
     ) -> None:
         super().__init__(name, incarnation, pool)
-        ends = pool.receiving(transfer, self.me, self.counters)
+        ends = pool.receiving(transfer, self.me, self.counters, here().host)
         self.links = Links(
             self.me, self.counters, block_bytes=pool.block_bytes, receiving=ends, key=cluster_key()
         )

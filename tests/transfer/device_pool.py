@@ -53,8 +53,10 @@ class DevicePool(BarePool):
         """Without a segment: a device's memory is none."""
         return list(sending_ends(transfer, me, self, PoolSegment(), self.on_device))
 
-    def receiving(self, transfer: str, me: Sender, counters: Counters) -> list[ReceivingEnd]:
-        return list(receiving_ends(transfer, me, counters, self.block_bytes, self.on_device))
+    def receiving(
+        self, transfer: str, me: Sender, counters: Counters, host: str = "127.0.0.1"
+    ) -> list[ReceivingEnd]:
+        return list(receiving_ends(transfer, me, counters, self.block_bytes, self.on_device, host))
 
     def close(self) -> None:
         self._host.free(self._address)

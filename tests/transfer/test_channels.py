@@ -36,7 +36,7 @@ LARGE = 128 << 10  # beyond what a socket copies in any case
 R = key()
 
 WITH_A_KEY = [("tcp", True)]
-"""shm's bytes pass no socket: with the cluster's key it is what it is without."""
+"""shm's bytes pass no socket, gloo's none of ours: with the cluster's key they are what they are without."""
 
 IN_VIEW = ("shm", "ipc")
 """The receiver maps the sender's pool."""
@@ -120,8 +120,8 @@ class Watched:
     def close(self, target: PeerAddress) -> None:
         self._end.close(target)
 
-    def end(self) -> None:
-        self._end.end()
+    async def end(self) -> None:
+        await self._end.end()
 
     def pack(self, target: PeerAddress, blocks: Sequence[Outbound]) -> list[tuple[Block, Frame]]:
         for _, _, block in blocks:
@@ -206,7 +206,8 @@ def test_BR_020_what_is_written_after_a_block_was_sent_never_arrives(channel: st
             assert all(
                 taker.content(which) == wanted(list(range(8)), LARGE) for which in taker.receiving.done
             )
-            assert taker.refused or channel == "tcp", "nothing was written over in time: this shows nothing"
+            after_the_cancel = taker.late if channel == "gloo" else 0  # its blocks take longer than a message
+            assert taker.refused or after_the_cancel or channel == "tcp", "not in time: this shows nothing"
             giver.give(R, [0, 5], taker.address)
             await until(lambda: giver.sent)
             assert taker.content(R) == wanted([0, 5], LARGE, what="somebody else's")
@@ -255,7 +256,8 @@ def test_a_header_that_names_too_much_brings_nothing(channel: str) -> None:
                 came = [(header, memoryview(bytes(frame)))]
                 end.take(giver.me, came, lambda _, taken: heard.extend(len(source) for _, source in taken))
             del frame
-            assert heard == ([SMALL] * 4 if channel == "tcp" else [SMALL, 0, 0, 0])
+            await until(lambda: len(heard) == 4)
+            assert sorted(heard) == ([SMALL] * 4 if channel == "tcp" else [0, 0, 0, SMALL])
 
     run(story())
 

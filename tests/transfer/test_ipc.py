@@ -71,7 +71,7 @@ async def door() -> AsyncIterator[tuple[DoorReceiving[Hello], Counters]]:
     try:
         yield end, counters
     finally:
-        end.end()
+        await end.end()
         pool.close()
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_a_good_pool_is_refused_and_counted_and_leaves_nothing_open(
 def names(ends: Sequence[SendingEnd] | Sequence[ReceivingEnd]) -> list[str]:
     """And ends them."""
     for end in ends:
-        end.end()
+        asyncio.run(end.end())
     return [end.name for end in ends]
 
 

@@ -152,7 +152,7 @@ async def door() -> AsyncIterator[tuple[DoorReceiving[Segment], Counters]]:
     try:
         yield end, counters
     finally:
-        end.end()
+        await end.end()
 
 
 async def knock(end: DoorReceiving[Segment]) -> socket.socket:

@@ -41,8 +41,8 @@ def hosts() -> Iterator[TwoHosts]:
 class Elsewhere(Other):
     """A taker on the second host."""
 
-    def __init__(self, hosts: TwoHosts) -> None:
-        taker = [sys.executable, "-m", "tests.transfer.channel_ends", "take", "decode-0", "1", "auto"]
+    def __init__(self, hosts: TwoHosts, transfer: str) -> None:
+        taker = [sys.executable, "-m", "tests.transfer.channel_ends", "take", "decode-0", "1", transfer]
         self.process = subprocess.Popen(
             hosts.second(*taker, str(4 * BLOCKS), str(SIZE)),
             cwd=ROOT,
@@ -53,10 +53,12 @@ class Elsewhere(Other):
 
 
 @asynccontextmanager
-async def giving_to(hosts: TwoHosts) -> AsyncIterator[tuple[Giver, Elsewhere, PeerAddress]]:
+async def giving_to(
+    hosts: TwoHosts, transfer: str = "auto"
+) -> AsyncIterator[tuple[Giver, Elsewhere, PeerAddress]]:
     pool = BarePool(BLOCKS, SIZE)
     pool.fill()
-    giver, other = Giver(pool, "auto", timeout_s=2.0, retry_s=0.2), Elsewhere(hosts)
+    giver, other = Giver(pool, transfer, timeout_s=2.0, retry_s=0.2), Elsewhere(hosts, transfer)
     giver.start()
     try:
         yield giver, other, address_of((await other.say())["address"])
@@ -87,6 +89,29 @@ def test_who_listens_on_the_way_sees_the_blocks_without_the_key_only(
             seen = [content_of(block, SIZE)[:32] in heard for block in range(16)]
             assert seen == [not keyed] * 16
             assert all((name in heard) is not keyed for name in (b"Handover", b"prefill-0", b"decode-0"))
+
+    uvloop.run(asyncio.wait_for(story(), 40))
+
+
+def test_process_groups_cross_hosts_and_whoever_listens_sees_the_blocks_despite_the_key(
+    hosts: TwoHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why they want --trust-network."""
+    monkeypatch.setenv(HOST, HOSTS[0])
+    new_key(tmp_path / "key")
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "key"))
+
+    async def story() -> None:
+        listening = Eavesdropper(hosts.links[0])
+        async with giving_to(hosts, "gloo") as (giver, other, target):
+            giver.give(key(), list(range(16)), target)
+            said = await other.say()
+            assert said["digest"] == digest_of(list(range(16)), SIZE)
+            assert list(said["channels"]) == ["gloo"]
+            heard = listening.heard()
+            listening.close()
+            assert all(content_of(block, SIZE)[:32] in heard for block in range(16))
+            assert b"Handover" not in heard, "the control sockets are encrypted all the same"
 
     uvloop.run(asyncio.wait_for(story(), 40))
 
