@@ -41,7 +41,7 @@ def limit_s(forecast: Forecast, targets: Targets) -> float | None:
     if targets.ttft_s is None:
         return None
     limit_s = targets.ttft_s
-    if targets.itl_s is not None and forecast.gap_s > PACING_CAUTION * targets.itl_s:
+    if targets.itl_s is not None and forecast.gap_s > targets.itl_s:
         hold_s = min(forecast.gap_s - PACING_CAUTION * targets.itl_s, targets.itl_s)
         limit_s = min(limit_s, PACING_CAUTION * targets.ttft_s - hold_s)
     return max(limit_s, LONG * forecast.alone_s)

@@ -97,7 +97,7 @@ def test_limits() -> None:
     assert limit_s(idle, Targets()) is None
     assert limit_s(idle, Targets(ttft_s=0.5)) == 0.5
     assert limit_s(idle, Targets(ttft_s=0.5, itl_s=0.1)) == 0.5
-    held = limit_s(idle, Targets(ttft_s=0.5, itl_s=0.03))
+    held = limit_s(idle, Targets(ttft_s=0.5, itl_s=0.025))
     assert held is not None and held < 0.45, "some of it is for the gap after it"
     long = Forecast(2.0, 2.0, 0.0, 2.0)
     assert limit_s(long, Targets(ttft_s=0.5)) == LONG * 2.0, "an idle service refuses nobody"
