@@ -115,6 +115,14 @@ def test_BR_067_a_prompt_of_two_hundred_chunks_and_one_of_twenty_tokens_now_and_
     assert done <= 400 and max(found - one.at for found, one in zip(others, many, strict=True)) <= 2.0
 
 
+@pytest.mark.parametrize("policy", ["edf", "fair"])
+def test_a_long_prompt_that_is_due_leaves_nothing_to_what_is_due_later(policy: PolicyName) -> None:
+    """Six chunks that have seven steps, and short ones that would take half of each. Once it is late, they do."""
+    shorts = [Prompt(0.5 + number, CHUNK // 2, due=100.0) for number in range(10)]
+    assert done_at([Prompt(0.0, 6 * CHUNK, due=7.0), *shorts], policy, 1.0)[0] == 6.0
+    assert done_at([Prompt(0.0, 6 * CHUNK, due=1.5), *shorts], policy, 1.0)[0] > 7.0
+
+
 # ---------------------------------------------------------------- the cluster
 
 

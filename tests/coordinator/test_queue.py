@@ -196,6 +196,14 @@ def test_an_aged_one_that_is_given_out_in_its_own_order_takes_nobodys_turn() -> 
     assert order(queue, now=9.1) == [5, 6, 7]
 
 
+def test_a_newcomer_with_an_earlier_deadline_takes_its_lane_along() -> None:
+    """Tenants that were served alike: the one is next whose first is due first."""
+    queue = queue_of()
+    for arrival, tenant, due in ((1, "b", NEVER), (2, "c", NEVER), (3, "a", NEVER), (4, "a", 5.0)):
+        queue.push(entry(arrival, tenant=tenant, due=due))
+    assert order(queue) == [4, 1, 2, 3]
+
+
 def test_rank_is_where_it_would_be_served() -> None:
     queue = queue_of(max_requests=100)
     for arrival, tenant in ((1, "a"), (2, "a"), (3, "b"), (4, "a"), (5, "b")):
