@@ -16,7 +16,9 @@ there for order, not for safety: workers must not hang if it is wrong. The whole
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 
 from common.effects import Effect, ToWorker
 from common.lifecycle import Phase
@@ -125,25 +127,30 @@ class Dispatcher:
     def _walk_queue(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         passed: list[Tracked] = []
-        entries = self._queue.ahead(LOOK_AHEAD, self._wanted(), now)
+        given: list[Entry] = []
+        looked_at = 0
         self._wall = None
-        for rank, entry in entries:
-            tracked = self._tracker.get(entry.id)
-            assert tracked is not None
-            pair = self._placing.pick(tracked, now)
-            if pair is None:
-                passed.append(tracked)
-                if len(passed) > MAX_BLOCKED:
-                    self._wall = rank
+        with closing(self._queue.in_order(self._wanted(), now)) as order:
+            for rank, entry in islice(order, LOOK_AHEAD):
+                looked_at += 1
+                tracked = self._tracker.get(entry.id)
+                assert tracked is not None
+                pair = self._placing.pick(tracked, now)
+                if pair is None:
+                    passed.append(tracked)
+                    if len(passed) > MAX_BLOCKED:
+                        self._wall = rank
+                        break
+                    continue
+                if not all(map(_may_be_passed, passed)):
                     break
-                continue
-            if not all(map(_may_be_passed, passed)):
-                break
+                given.append(entry)
+                effects += self._dispatch(tracked, *pair, now)
+                for blocked in passed:
+                    blocked.passes += 1
+        for entry in given:
             self._queue.give_out(entry, now)
-            effects += self._dispatch(tracked, *pair, now)
-            for blocked in passed:
-                blocked.passes += 1
-        self.room_made = not passed and len(entries) == LOOK_AHEAD  # there may be more, and room for it
+        self.room_made = not passed and looked_at == LOOK_AHEAD  # there may be more, and room for it
         return effects
 
     def _wanted(self) -> Callable[[Entry], bool]:

@@ -188,7 +188,10 @@ class Lanes:
 
     def _next_wanted(self, lane: Lane, start: int, wanted: Callable[[Entry], bool]) -> int | None:
         entries = self._lines[lane].entries
-        return next((index for index in range(start, len(entries)) if wanted(entries[index])), None)
+        for index in range(start, len(entries)):
+            if wanted(entries[index]):
+                return index
+        return None
 
     def _first(self, number: int) -> _Record | None:
         """The top of a class's heap, once that is how things stand."""

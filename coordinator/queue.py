@@ -8,8 +8,7 @@ for it again. One that waits for another's prompt is held: it counts, but is not
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping
 from itertools import islice
 
 from common.ordering import AGEING_S, Fair, Lane, Policy
@@ -132,15 +131,15 @@ class WaitingQueue:
         """Nobody stands in line."""
         return not self._in_line
 
-    def ahead(self, count: int, wanted: Callable[[Entry], bool], now: float) -> list[tuple[Rank, Entry]]:
-        """The first `count` in line, in order, of those that are `wanted`; the others are in nobody's way. If the aged
-        turn has come, whoever has it is the first."""
+    def in_order(self, wanted: Callable[[Entry], bool], now: float) -> Generator[tuple[Rank, Entry]]:
+        """Those in line, in order, that are `wanted`; the others are in nobody's way. If the aged turn has come,
+        whoever has it is the first. To be closed before anybody comes or goes: who is given out is so afterwards."""
         aged = self._has_aged_turn = self._aged(wanted, now)
-        with closing(self._lanes.in_order(lambda entry: entry is not aged and wanted(entry))) as order:
-            if aged is None:
-                return list(islice(order, count))
-            before_all: Rank = (aged.lane[0], float("-inf"), aged.place)
-            return [(before_all, aged), *islice(order, count - 1)]
+        if aged is None:
+            yield from self._lanes.in_order(wanted)
+        else:
+            yield (aged.lane[0], float("-inf"), aged.place), aged
+            yield from self._lanes.in_order(lambda entry: entry is not aged and wanted(entry))
 
     def ahead_of(self, lane: Lane) -> tuple[float, float]:
         """Requests and prompt tokens that are served before one that comes to `lane` now, as things stand."""

@@ -11,7 +11,7 @@ from common.ordering import AGEING_S, POLICIES, PolicyName
 from common.shares import IN_COST, OUT_COST
 from coordinator.lanes import Entry
 from coordinator.queue import WaitingQueue
-from tests.coordinator.test_queue import NEVER, entry
+from tests.coordinator.test_queue import NEVER, entry, in_order
 
 Arrival = tuple[float, int, int, float]
 ARRIVALS = st.lists(
@@ -20,7 +20,7 @@ ARRIVALS = st.lists(
 
 
 def first_of(queue: WaitingQueue, now: float) -> Entry:
-    ((_, first),) = queue.ahead(1, lambda _: True, now)
+    ((_, first),) = in_order(queue, 1, lambda _: True, now)
     return first
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -10,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from common.ordering import AGEING_S, POLICIES, PolicyName
 from common.request import FrontId, Request, RequestId, SamplingParams
 from common.shares import OUT_COST
-from coordinator.lanes import LEVELLED, Entry
+from coordinator.lanes import LEVELLED, Entry, Rank
 from coordinator.queue import WaitingQueue
 
 ROOM = 10_000
@@ -40,8 +43,15 @@ def entry(
     return Entry(name, lane, place, tokens, since, cost=tokens / weight, tier=tier)
 
 
+def in_order(
+    queue: WaitingQueue, count: int, wanted: Callable[[Entry], bool], now: float
+) -> list[tuple[Rank, Entry]]:
+    with closing(queue.in_order(wanted, now)) as order:
+        return list(islice(order, count))
+
+
 def ahead(queue: WaitingQueue, count: int = 100, room: int = ROOM, now: float = 0.0) -> list[Entry]:
-    return [one for _, one in queue.ahead(count, lambda one: one.longest <= room, now)]
+    return [one for _, one in in_order(queue, count, lambda one: one.longest <= room, now)]
 
 
 def order(queue: WaitingQueue, now: float = 0.0) -> list[int]:
@@ -208,7 +218,7 @@ def test_rank_is_where_it_would_be_served() -> None:
     queue = queue_of(max_requests=100)
     for arrival, tenant in ((1, "a"), (2, "a"), (3, "b"), (4, "a"), (5, "b")):
         queue.push(entry(arrival, tenant=tenant))
-    found = queue.ahead(10, lambda _: True, 0.0)
+    found = in_order(queue, 10, lambda _: True, 0.0)
     assert [rank for rank, _ in found] == sorted(rank for rank, _ in found)
     for rank, one in found:
         assert queue.rank(one, within=9) == rank
