@@ -81,6 +81,10 @@ class Sequence:
         self.charged_outputs = self.num_outputs
         self.life = Life(phase, now)
 
+    def above(self, other: Sequence) -> bool:
+        """Whether it is of a higher class."""
+        return self.lane[0] < other.lane[0]
+
     @property
     def owes_scores(self) -> bool:
         """Prompt tokens from `scored` on have no log-probabilities yet, and are to have some."""

@@ -21,16 +21,15 @@ between steps. The rules, in the order in which `schedule` applies them:
 New transfers are accepted only while nobody preempted waits, a slot will be free, and those who run can go on to their
 predicted ends beside it, with a block for each of them to spare (the watermark, `forecast.py`). Local prefills,
 preempted ones included, keep the same watermark: without it the last sequence is put out, starts again with what it
-gave back, and is put out again. A transfer told "later" may be overtaken by `MAX_PASSES` smaller ones; then room is
-kept for it, as long as it asks. So may a local prefill that finds no room, by transfers and by as many other local
-prefills; then none of those is accepted or started until it has. Who was preempted is overtaken by nobody that needs
-blocks.
+gave back, and is put out again. Who is passed by whom, and for whom others give way: `passing.py`. A local prefill that
+finds no room may be overtaken by MAX_PASSES transfers and as many other local prefills. Who was preempted is overtaken
+by nobody of its class or a lower one that needs blocks.
 
 Why no deadlock: whoever computes takes a block from the others if need be, and fits alone; so the batch stands still
 only where one is put out after the other. In the highest class here, whose members are put out by each other alone,
 that is bounded: each time either counts towards MAX_VICTIM of one of them, or puts out one that has reached it, of whom
-the first by arrival stays, being put out by nobody. While somebody waits to come back nobody new is let in, so those
-are ever the same until one of them ends. And then the next are the highest. Whoever waits for room (delivered without a
+the first by arrival stays, being put out by nobody. While somebody of it waits to come back nobody new of it is let in,
+so those are ever the same until one of them ends. And then the next are the highest. Whoever waits for room (delivered without a
 slot, preempted, local, offered) waits for those, or for a transfer under way, whose prompt is computed elsewhere with
 blocks of its own. Those that wait for a reservation hold no block. The whole picture: `common/lifecycle.py`.
 """
@@ -52,8 +51,8 @@ from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
 from decode_node.forecast import Forecast
 from decode_node.forming import Continuous, Forming
-from decode_node.passing import MAX_PASSES, Passing
-from decode_node.preemption import Preemption
+from decode_node.passing import ASKS_FOR_S, MAX_PASSES, Passing
+from decode_node.preemption import MAX_VICTIM, Preemption
 
 
 @dataclass(slots=True)
@@ -96,6 +95,7 @@ class DecodeScheduler:
         self._decoding: list[Sequence] = []
         self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
+        self._came_before = 0  # … of higher classes since one that had been put out last came back
         self._passes: dict[Key, int] = {}  # local prefills started past one that found no room
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
         # What the last `schedule` did that others must hear of; the caller clears them.
@@ -157,21 +157,26 @@ class DecodeScheduler:
         """Room for a whole transferred prompt and its first step, or None: later."""
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
         seq.scored = seq.prompt_len  # who computes the prompt says its log-probabilities
-        num_tokens = len(seq.tokens)
-        if not self._may_reserve(seq.key, now) or not self._has_room(seq, num_tokens + 1, num_tokens):
-            self._passing.told_later(seq.key, now)
+        self._turns.enter(seq, now)
+        if not self._may_reserve(seq, now) or not self._has_room_for_transfer(seq):
+            self._passing.told_later(seq, now)
             return None
         self._passing.accepted(seq.key)
         self._local_passes += bool(self._waiting)
-        self._turns.enter(seq, now)
+        self._came_before += bool(self._preempted)
         self._seqs[seq.key] = self._reserved[seq.key] = seq
         return seq
 
-    def _may_reserve(self, key: Key, now: float) -> bool:
-        kept_for_another = self._passing.room_is_kept(key, now)
-        if self._preempted or len(self._seqs) - len(self._waiting) >= self._core.max_num_seqs:
+    def _may_reserve(self, seq: Sequence, now: float) -> bool:
+        kept_for_another = self._passing.room_is_kept(seq.key, now)
+        before = [one for one in self._preempted if self._came_before >= MAX_PASSES or not seq.above(one)]
+        seated = len(self._seqs) - len(self._waiting) - len(self._preempted) + len(before)
+        if before or seated >= self._core.max_num_seqs:
             return False
         return not (kept_for_another or (self._waiting and self._local_passes >= MAX_PASSES))
+
+    def _has_room_for_transfer(self, seq: Sequence) -> bool:
+        return self._has_room(seq, len(seq.tokens) + 1, len(seq.tokens))
 
     def _has_room(self, seq: Sequence, num_tokens: int, usable_hits: int) -> bool:
         """Reserves blocks for so many of its tokens, if there are enough and those who run can go on beside it."""
@@ -223,6 +228,7 @@ class DecodeScheduler:
         self._forecast.step()
         if self._core.num_out:
             return self._schedule_ahead(now, step_model)
+        self._give_way(now)
         self._grow(now)
         return self._fill(self._decoding, [], now, step_model)
 
@@ -242,6 +248,7 @@ class DecodeScheduler:
     ) -> Batch | None:
         """Who may join, and the step's rows."""
         before = len(self._decoding)
+        self.opens_at = None
         order = self._line_up(now)
         self._join_delivered(now)
         self._resume(now)
@@ -268,6 +275,30 @@ class DecodeScheduler:
         self.opens_at = None if opens_at is None or opens_at <= now else opens_at
         return opens_at is not None and opens_at <= now
 
+    def _give_way(self, now: float) -> None:
+        """To one of a higher class that asks for room."""
+        wanted = self._passing.most_wanted(now)
+        while wanted is not None and not self._may_come(wanted, now):
+            lower = [key for key, seq in self._reserved.items() if wanted.above(seq)]
+            if lower:
+                self._revoke(lower[-1])
+                continue
+            holders = [
+                seq
+                for seq in (*self._decoding, *self._prefilling, *self._ready)
+                if wanted.above(seq) and seq.preemptions < MAX_VICTIM
+            ]
+            if not holders or self._came_before >= MAX_PASSES:
+                return
+            self._turns.count_outputs(holders)
+            self._preempt(self._preemption.victim(holders), now)
+
+    def _may_come(self, seq: Sequence, now: float) -> bool:
+        if not self._may_reserve(seq, now) or not self._has_room_for_transfer(seq):
+            return False
+        self._core.free(seq)
+        return True
+
     def _grow(self, now: float) -> None:
         block_size = self._core.block_size
         full = [s for s in self._decoding if len(s.tokens) > len(s.blocks) * block_size]
@@ -277,13 +308,15 @@ class DecodeScheduler:
 
     def _make_room(self, now: float) -> None:
         if self._reserved:
-            key = next(reversed(self._reserved))
-            self.revoked.append(key)
-            self._drop_reservation(key)
+            self._revoke(next(reversed(self._reserved)))
             return
         holders = [*self._decoding, *self._prefilling, *self._ready]
         self._turns.count_outputs(holders)
         self._preempt(self._preemption.victim(holders), now)
+
+    def _revoke(self, key: Key) -> None:
+        self.revoked.append(key)
+        self._drop_reservation(key)
 
     def _drop_reservation(self, key: Key) -> None:
         seq = self._reserved.pop(key)
@@ -312,13 +345,25 @@ class DecodeScheduler:
 
     def _resume(self, now: float) -> None:
         """The first that does not fit holds back the rest."""
-        while self._preempted and self._core.free_slots and self._has_local_room(self._preempted[0]):
+        wanted = self._passing.most_wanted(now) if self._preempted else None
+        while self._preempted and self._core.free_slots:
+            seq = self._preempted[0]
+            if wanted is not None and wanted.above(seq) and self._came_before < MAX_PASSES:
+                self.opens_at = now + ASKS_FOR_S  # if it does not ask again
+                return
+            if not self._has_local_room(seq):
+                return
+            self._came_before = 0
             self._start(self._preempted.pop(0), now)
 
     def _start_waiting(self, now: float) -> None:
         """One that does not fit lets a few behind it pass."""
         passed: list[Key] = []
+        wanted = self._passing.most_wanted(now) if self._waiting else None
         for seq in list(self._waiting):
+            if wanted is not None and wanted.above(seq) and self._local_passes < MAX_PASSES:
+                self.opens_at = now + ASKS_FOR_S
+                return  # in order, so all behind it are of its class or a lower one, but for an aged one
             if not self._core.free_slots or any(self._passes[key] >= MAX_PASSES for key in passed):
                 return
             if not self._has_local_room(seq):

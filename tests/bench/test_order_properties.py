@@ -296,3 +296,35 @@ def test_an_expired_request_is_freed_everywhere() -> None:
     run.cluster.run(until=20.0)
     assert other.ids == continuation(ids[:500], 4)
     run.cluster.check_idle()
+
+
+# ---------------------------------------------------------------- a full cache
+
+
+@pytest.mark.parametrize("others", (3, 8))
+def test_a_full_cache_keeps_no_higher_class_waiting(others: int) -> None:
+    """Those of the lower class want several times the cache, and put each other out; the one of the higher class goes
+    through at once, without a gap, and nobody's answer is another for it."""
+    shape = Shape(num_blocks=40, max_num_seqs=8)
+    cluster = VirtualCluster(seed=1, num_prefill=1, num_decode=1, prefill_shape=shape, decode_shape=shape)
+    cluster.run(until=1.0)
+    asked: list[tuple[list[int], int, Answer]] = []
+
+    def submit(name: str, priority: int, tokens: int, max_tokens: int) -> Answer:
+        ids = [(len(asked) * 997 + position) % VOCABULARY for position in range(tokens)]
+        made = Request(
+            RequestId(name), pack_ids(ids), SamplingParams(max_tokens=max_tokens), FRONT, priority=priority
+        )
+        answer = cluster.submit(made)
+        asked.append((ids, max_tokens, answer))
+        return answer
+
+    for number in range(others):
+        submit(f"low-{number}", 2, 40, 300)
+    cluster.run(until=6.0)
+    high = submit("high", 0, 89, 20)
+    cluster.run(until=400.0)
+    for ids, max_tokens, answer in asked:
+        assert answer.end == "length" and answer.ids == continuation(ids, max_tokens)
+    gaps_s = [after - before for before, after in zip(high.stamps, high.stamps[1:], strict=False)]
+    assert high.stamps[0] - high.submitted < 0.5 and max(gaps_s) < 0.5, (high.stamps[0] - high.submitted, gaps_s)

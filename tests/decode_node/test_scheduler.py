@@ -54,9 +54,10 @@ class Bench:
         wanted = request(name, ids, max_tokens, priority=priority)
         return self._expect(self.scheduler.add(wanted, attempt(), b"", self.now), ids, max_tokens)
 
-    def reserve(self, name: str, ids: list[int], max_tokens: int = 5) -> Key | None:
+    def reserve(self, name: str, ids: list[int], max_tokens: int = 5, *, priority: int = 0) -> Key | None:
         """An offer; the key if there is room."""
-        seq = self.scheduler.reserve(request(name, ids, max_tokens), attempt(), b"", self.now)
+        wanted = request(name, ids, max_tokens, priority=priority)
+        seq = self.scheduler.reserve(wanted, attempt(), b"", self.now)
         return None if seq is None else self._expect(seq, ids, max_tokens)
 
     def deliver(self, key: Key) -> None:
@@ -255,6 +256,63 @@ def test_a_lower_class_is_put_out_first() -> None:
     high = bench.add("high", prompt(6, 500), 20, priority=0)
     bench.to_the_end()
     assert bench.preempted[low] >= 1 and bench.preempted[high] == 0
+    bench.check_exact_and_empty()
+
+
+def test_a_higher_class_waits_for_nobody_of_a_lower_one_who_was_put_out() -> None:
+    """1 two of a low class fill the pool until one is put out  2 an offer of a high class is taken while that one
+    waits, one of its own class is not  3 all answers are what they are alone."""
+    bench = Bench(num_blocks=14)
+    for n, name in enumerate("ab"):
+        bench.add(name, prompt(6, 100 * n), 34, priority=5)
+    while not bench.scheduler.preemptions:
+        bench.step()
+    assert bench.reserve("low", prompt(1, 300), 2, priority=5) is None
+    high = bench.reserve("high", prompt(1, 400), 2, priority=0)
+    if high is None:  # no block was left: at the next step they give way
+        bench.step()
+        high = bench.reserve("high", prompt(1, 400), 2, priority=0)
+    assert high is not None
+    bench.deliver(high)
+    bench.to_the_end()
+    assert bench.preempted[high] == 0
+    bench.check_exact_and_empty()
+
+
+def test_those_of_a_lower_class_give_way_to_one_that_asks() -> None:
+    """1 a low class holds all  2 a high one is told later  3 at the next step as many are put out as it needs, the last
+    first  4 while it asks none of them comes back  5 it is taken, and then they come back."""
+    bench = Bench(num_blocks=16)
+    low = [bench.add(name, prompt(7, 100 * n), 20, priority=5) for n, name in enumerate("abc")]
+    for _ in range(6):
+        bench.step()
+    assert bench.reserve("high", prompt(20, 900), 6, priority=0) is None
+    batch = bench.step()
+    assert batch is not None and 0 < bench.scheduler.preemptions < 3, "some, not all"
+    for _ in range(3):
+        assert len(bench.scheduler.put_out) == bench.scheduler.preemptions
+        bench.step()
+        assert bench.reserve("lower", prompt(1, 700), priority=7) is None
+    high = bench.reserve("high", prompt(20, 900), 6, priority=0)
+    assert high is not None
+    bench.deliver(high)
+    bench.to_the_end()
+    assert bench.preempted[high] == 0 and sum(bench.preempted[key] for key in low) > 0
+    bench.check_exact_and_empty()
+
+
+def test_who_does_not_ask_again_is_waited_for_no_longer() -> None:
+    """It needs nearly the whole pool, so all give way, and nothing runs: somebody must be told when to look again."""
+    bench = Bench(num_blocks=16)
+    for n, name in enumerate("abc"):
+        bench.add(name, prompt(7, 100 * n), 20, priority=5)
+    for _ in range(6):
+        bench.step()
+    assert bench.reserve("high", prompt(55, 900), 6, priority=0) is None
+    assert bench.schedule() is None and bench.scheduler.preemptions == 3
+    assert bench.scheduler.opens_at == bench.now + ASKS_FOR_S
+    bench.now = bench.scheduler.opens_at
+    bench.to_the_end()
     bench.check_exact_and_empty()
 
 
