@@ -294,10 +294,22 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _no_tier_is_auto(self) -> Self:
+        if "auto" in self.tiers:
+            raise ValueError(
+                "tiers.auto: a request that says auto means the tier of its key; name it otherwise"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_key_has_one_tier(self) -> Self:
-        keys = [key for tier in self.tiers.values() for key in set(tier.api_key_file)]
-        if len(set(keys)) < len(keys):
-            raise ValueError("tiers: one key is in the api_key_file of two of them")
+        tier_of: dict[str, str] = {}
+        for name, tier in self.tiers.items():
+            for key in tier.api_key_file:
+                if (other := tier_of.setdefault(key, name)) != name:
+                    raise ValueError(
+                        f"tiers: one key is in the api_key_file of both {other} and {name}; leave it in one of them"
+                    )
         return self
 
     @property

@@ -187,7 +187,11 @@ class Attempts:
         late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
         if not late and waited_s < self._max_wait_s:
             return []
-        reason = f"no worker took it within {waited_s:.1f} s"
+        reason = (
+            "its deadline passed before a worker could take it"
+            if late
+            else f"no worker took it within {waited_s:.1f} s"
+        )
         return self.fail(tracked, "RequestFailed" if tracked.outputs else "DeadlinePassed", reason, now)
 
     def _waited_s(self, tracked: Tracked, now: float) -> float:

@@ -68,10 +68,10 @@ class WaitingQueue:
         always can wait alone."""
         waiting = len(self)
         if waiting + requests > self._max_requests:
-            return f"{waiting} requests are waiting, the limit is {self._max_requests}"
+            return f"{waiting} requests are waiting and {requests} came, the limit is {self._max_requests}"
         of_tier, limit = self._of_tier[tier], self._tier_limits.get(tier)
         if limit is not None and of_tier + requests > limit:
-            return f"{of_tier} requests of tier {tier} are waiting, its limit is {limit}"
+            return f"{of_tier} requests of tier {tier} are waiting and {requests} came, its limit is {limit}"
         if waiting and self.tokens + tokens > self._max_tokens:
             return f"{self.tokens} prompt tokens are waiting, the limit is {self._max_tokens}"
         return None

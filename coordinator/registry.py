@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.counters import HISTOGRAM_BUCKETS
@@ -123,6 +123,7 @@ class Registry:
         self._hung_after_s = hung_after_s
         self._max_workers = max_workers
         self._workers: dict[WorkerId, Worker] = {}
+        self._step_models: dict[Role, tuple[()] | tuple[float, float, float, float]] = {}  # said last
         self._looked_at: float | None = None
         self._listening_since = float("-inf")
 
@@ -183,7 +184,7 @@ class Registry:
         if worker is None or worker.lost:
             return None
         worker.heard_at = now
-        worker.load = message.load
+        worker.load = self._with_step_model(message.load, worker.role)
         worker.progress_age_s = message.progress_age_s
         worker.draining = message.draining or worker.drain_until is not None
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
@@ -196,6 +197,14 @@ class Registry:
         }
         worker.histograms = {**worker.histograms, **grown}
         return worker
+
+    def _with_step_model(self, load: Load, role: Role) -> Load:
+        """A worker that has run too few steps to say is taken to be as fast as the last of its role that did: one model,
+        and mostly one kind of machine. Without that nobody could be promised anything beside a worker that is new."""
+        if load.step_model:
+            self._step_models[role] = load.step_model
+            return load
+        return replace(load, step_model=self._step_models.get(role, ()))
 
     # ------------------------------------------------------------ what the coordinator asks
 

@@ -8,7 +8,7 @@ from common.config import Tier
 from common.errors import BadRequest, UnsupportedField
 from coordinator.errors_http import shown
 
-OF_THE_KEY = (None, "auto", "default")
+OF_THE_KEY = (None, "auto")
 """Words for the tier of whoever asks: the key's, else the default one."""
 
 
@@ -27,9 +27,11 @@ class Tiers:
 
     def named(self, service_tier: str | None, tenant: str | None) -> str:
         """The tier that a request names, or that is its tenant's. Raises UnsupportedField."""
+        default = "default" if "default" in self._tiers else next(iter(self._tiers))
         if service_tier in OF_THE_KEY:
-            default = next(iter(self._tiers))
             return self._of_tenants.get(tenant or "", default)
+        if service_tier == "default":
+            return default
         if service_tier in self._tiers:
             return service_tier
         raise UnsupportedField(

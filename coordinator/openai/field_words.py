@@ -133,7 +133,7 @@ WORDS: Final[dict[str, str]] = {
     "token of the answer and its own. Absent: no log-probabilities.",
     # How it is served
     "priority": "Added to the tier's class: lower is served first. A tier has bounds for it.",
-    "service_tier": "Which tier serves the request, with that tier's time targets; auto and default are the tier of "
-    "the API key, or the default one.",
+    "service_tier": "Which tier serves the request, with that tier's time targets; auto is the tier of the API key, "
+    "if that has one; default is the default tier.",
     "cache_salt": "Prompts share cached prefixes only with prompts of the same salt.",
 }

@@ -327,4 +327,7 @@ def test_a_full_cache_keeps_no_higher_class_waiting(others: int) -> None:
     for ids, max_tokens, answer in asked:
         assert answer.end == "length" and answer.ids == continuation(ids, max_tokens)
     gaps_s = [after - before for before, after in zip(high.stamps, high.stamps[1:], strict=False)]
-    assert high.stamps[0] - high.submitted < 0.5 and max(gaps_s) < 0.5, (high.stamps[0] - high.submitted, gaps_s)
+    assert high.stamps[0] - high.submitted < 0.5 and max(gaps_s) < 0.5, (
+        high.stamps[0] - high.submitted,
+        gaps_s,
+    )

@@ -156,7 +156,7 @@ def test_a_tiers_keys_are_keys_of_the_service(tmp_path: Path) -> None:
     [
         ("two words\n", ["tiers.gold.api_key_file", "no blanks"], "two words"),
         ("", ["tiers.gold.api_key_file", "holds no key"], "secret"),
-        ("taken\n", ["one key is in the api_key_file of two"], "taken"),
+        ("taken\n", ["one key is in the api_key_file of both gold and tin"], "taken"),
     ],
 )
 def test_a_bad_file_of_a_tiers_keys_is_refused_and_no_key_is_shown(
@@ -169,6 +169,10 @@ def test_a_bad_file_of_a_tiers_keys_is_refused_and_no_key_is_shown(
     )
     message = refusal("--config", config)
     assert [word for word in words if word not in message] == [] and secret not in message
+
+
+def test_a_tier_that_no_request_could_name_is_refused(tmp_path: Path) -> None:
+    assert "tiers.auto" in refusal("--config", write(tmp_path, "[tiers.auto]\nweight = 2\n"))
 
 
 @pytest.mark.parametrize(

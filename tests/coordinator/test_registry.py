@@ -226,3 +226,23 @@ def test_what_a_worker_counts_is_kept_where_it_is_a_counter_and_up_to_a_bound() 
     assert len(worker(here).counters) == MAX_COUNTERS
     here.heartbeat(replace(heartbeat(), counters={good: 7.0}), me(), 0.3)
     assert worker(here).counters[good] == 7.0, "a full table still counts"
+
+
+def test_a_worker_that_knows_its_steps_too_little_is_taken_to_be_as_fast_as_one_of_its_role_that_knows() -> (
+    None
+):
+    """Else nobody is promised anything beside a worker that has just started, or that light load never reaches."""
+    here = registry()
+    for name in ("p0", "p1", "d0"):
+        here.register(card(name), me(name), 0.0)
+        here.heartbeat(heartbeat(), me(name), 0.0)
+    model = (0.01, 0.001, 0.0, 0.0001)
+    here.heartbeat(heartbeat(step_model=model), me("p0"), 1.0)
+    for name in ("p1", "d0"):
+        here.heartbeat(heartbeat(), me(name), 1.0)
+    said = {worker.id: worker.load.step_model for worker in here.all()}
+    assert said == {"p0": model, "p1": model, "d0": ()}
+    own = (0.02, 0.001, 0.0, 0.0002)
+    here.heartbeat(heartbeat(step_model=own), me("p1"), 2.0)
+    here.heartbeat(heartbeat(step_model=model), me("p0"), 2.0)
+    assert [worker.load.step_model for worker in here.all()][:2] == [model, own]

@@ -27,7 +27,7 @@ TIERS = Tiers(
         (None, "key-other", "default"),
         (None, "key-gold", "interactive"),
         ("auto", "key-gold", "interactive"),
-        ("default", "key-gold", "interactive"),
+        ("default", "key-gold", "default"),
         ("batch", "key-gold", "batch"),
         ("batch", None, "batch"),
     ],
