@@ -199,8 +199,8 @@ class Registry:
         return worker
 
     def _with_step_model(self, load: Load, role: Role) -> Load:
-        """A worker that has run too few steps to say is taken to be as fast as the last of its role that did: one model,
-        and mostly one kind of machine. Without that nobody could be promised anything beside a worker that is new."""
+        """A worker that has run too few steps to say is taken to be as fast as the last of its role that did: one
+        model, and mostly one kind of machine. Without that nobody could be promised anything beside a new one."""
         if load.step_model:
             self._step_models[role] = load.step_model
             return load
