@@ -31,7 +31,8 @@ that is bounded: each time either counts towards MAX_VICTIM of one of them, or p
 the first by arrival stays, being put out by nobody. While somebody of it waits to come back nobody new of it is let in,
 so those are ever the same until one of them ends. And then the next are the highest. Whoever waits for room (delivered
 without a slot, preempted, local, offered) waits for those, or for a transfer under way, whose prompt is computed
-elsewhere with blocks of its own; or for ASKS_FOR_S, for one of a higher class that may ask again. Those that wait for a reservation hold no block. The whole picture: `common/lifecycle.py`.
+elsewhere with blocks of its own; or for ASKS_FOR_S, for one of a higher class that may ask again. Those that wait for a
+reservation hold no block. The whole picture: `common/lifecycle.py`.
 """
 
 from __future__ import annotations
