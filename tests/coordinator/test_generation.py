@@ -223,7 +223,8 @@ def test_BR_109_a_body_of_one_byte_at_a_time(served: Served) -> None:
     thread.join()
     connection.close()
     assert b"HTTP/1.1 408" in head
-    assert LIMITS.body_timeout_s <= took_s < LIMITS.body_timeout_s + 1
+    # The loop's clock counts whole milliseconds, and stands still within a turn: a timer may come that much early.
+    assert 0.95 * LIMITS.body_timeout_s <= took_s < LIMITS.body_timeout_s + 1
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(served: Served) -> None:
