@@ -279,20 +279,21 @@ class DecodeScheduler:
     def _give_way(self, now: float) -> None:
         """To one of a higher class that asks for room."""
         wanted = self._passing.most_wanted(now)
-        while wanted is not None and not self._may_come(wanted, now):
-            lower = [key for key, seq in self._reserved.items() if wanted.above(seq)]
-            if lower:
-                self._revoke(lower[-1])
-                continue
-            holders = [
+        while wanted is not None:
+            on_their_way = [key for key, seq in self._reserved.items() if wanted.above(seq)]
+            running = [
                 seq
                 for seq in (*self._decoding, *self._prefilling, *self._ready)
                 if wanted.above(seq) and seq.preemptions < MAX_VICTIM
             ]
-            if not holders or self._came_before >= MAX_PASSES:
+            nobody = not on_their_way and (not running or self._came_before >= MAX_PASSES)
+            if nobody or self._may_come(wanted, now):
                 return
-            self._turns.count_outputs(holders)
-            self._preempt(self._preemption.victim(holders), now)
+            if on_their_way:
+                self._revoke(on_their_way[-1])
+            else:
+                self._turns.count_outputs(running)
+                self._preempt(self._preemption.victim(running), now)
 
     def _may_come(self, seq: Sequence, now: float) -> bool:
         if not self._may_reserve(seq, now) or not self._has_room_for_transfer(seq):
