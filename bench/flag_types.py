@@ -29,12 +29,20 @@ def _whole(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
+    return _above_0(text, "seconds")
+
+
+def positive(text: str) -> float:
+    return _above_0(text, "a number")
+
+
+def _above_0(text: str, what: str) -> float:
     try:
         found = float(text)
     except ValueError:
         found = 0.0
     if not (found > 0 and math.isfinite(found)):
-        raise ArgumentTypeError(f"{text!r}: expected seconds above 0")
+        raise ArgumentTypeError(f"{text!r}: expected {what} above 0")
     return found
 
 

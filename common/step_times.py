@@ -11,10 +11,12 @@ newest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MEMORY = 400
 ENOUGH = 16
+TELLING = 4  # as many as there are terms
 REFIT = 16
 SWEEPS = 60
 STALL = (
@@ -60,8 +62,17 @@ class StepTimes:
         self._sums = [0.0] * 4
         self._fit = [0.0] * 4
         self._since_fit = 0
+        self._enough = ENOUGH
         self.lately: Coefficients | None = None
         """As of at most `REFIT` steps ago, for whoever asks in every step; None while too few steps are known."""
+
+    def begin_with(self, measured: Iterable[tuple[StepShape, float]]) -> None:
+        """Steps that were made to tell the terms apart: so few of them are enough to say something."""
+        for shape, seconds in measured:
+            self.observe(shape, seconds)
+        if self.observed >= TELLING:
+            self._enough = 0
+            self._descend()
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         if self.lately is not None:
@@ -75,13 +86,13 @@ class StepTimes:
             self._sums[i] = keep * self._sums[i] + left * seconds
         self.observed += 1
         self._since_fit += 1
-        if self.observed >= ENOUGH and self._since_fit >= REFIT:
+        if self.observed >= self._enough and self._since_fit >= REFIT:
             self._descend()
 
     @property
     def coefficients(self) -> Coefficients | None:
         """With every step observed so far. None while too few are known to say."""
-        if self.observed >= ENOUGH and self._since_fit:
+        if self.observed >= self._enough and self._since_fit:
             self._descend()
         return self.lately
 

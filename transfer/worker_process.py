@@ -16,7 +16,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +36,7 @@ from common.long_lived import keep_out_of_collections
 from common.messages import PeerAddress, Register, Role, Sender
 from common.process_space import process_space
 from common.request import Grammar, Incarnation
+from common.step_times import StepShape
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
 from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
@@ -45,6 +46,7 @@ from transfer.isolating import ComingStep, IsolatingSteps
 from transfer.links import Links
 from transfer.own_channels import receiving_ends, require_channel, sending_ends
 from transfer.pure_worker import PureWorker
+from transfer.rehearsal import Sizes, rehearse
 from transfer.segment import PoolSegment
 from transfer.sockets import allow_open_files, keep_freed_memory
 from transfer.worker_loop import WorkerLoop
@@ -143,8 +145,9 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     model, runner = _load(settings, threads, load, segment.allocate if shown else None)
     keep_freed_memory()
     runner.prepare_grammars()
+    measured = _rehearse(settings, runner)
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
-    return uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key))
+    return uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key, measured))
 
 
 def _load(
@@ -174,6 +177,22 @@ def _load(
         raise ModelCannotBeLoaded(f"the model cannot be loaded: {error}") from error
 
 
+def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape, float]]:
+    """Raises ModelCannotBeLoaded where it cannot even be run."""
+    layout = runner.cache.layout
+    sizes = Sizes(
+        step_tokens=tokens_of_a_step(settings, runner),
+        num_seqs=runner.max_num_seqs,
+        longest=runner.max_model_len,
+        blocks=runner.cache.num_blocks,
+        block_size=layout.block_size,
+    )
+    try:
+        return rehearse(runner, sizes)
+    except RuntimeError as error:
+        raise ModelCannotBeLoaded(f"the model is loaded and its first step fails: {error}") from error
+
+
 async def _serve(
     settings: WorkerSettings,
     role: Role,
@@ -183,6 +202,7 @@ async def _serve(
     threads: int,
     make_node: MakeNode,
     key: ClusterKey | None,
+    measured: Seq[tuple[StepShape, float]],
 ) -> int:
     layout = runner.cache.layout
     me = Sender(settings.name_as(role), Incarnation(time.time_ns() // 1000))
@@ -198,6 +218,7 @@ async def _serve(
     )
     most_inflight = 2 if runner.runs_ahead else 1
     node = make_node(core, digest(fingerprint), layout.block_bytes, runner.vocab_size, most_inflight)
+    node.records.step_times.begin_with(measured)
     steps = IsolatingSteps(runner)
     bound, told = own_endpoints(settings)
     links = _links(settings, role, me, runner.cache, segment, node.records.counters, key, bound.host)

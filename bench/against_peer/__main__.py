@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench.against_peer import figures, plan, plots
+from bench.against_peer.asked import DTYPES, Asked
 from bench.against_peer.clients import LoadFault
 from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
 from bench.against_peer.servers import ServerFault
-from bench.flag_types import count
+from bench.flag_types import count, positive
 from bench.load.surroundings import surroundings
 from bench.pictures import why_no_picture
 
-CURVE_RATES = (2.5, 3.5)
 QUIET = 1.0  # load average
 KEPT = "what is finished is kept: the same command goes on"
 
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     vllm = ("url",) if flags.peer_url else tuple(flags.budgets.split(","))
     openvino = tuple(flags.openvino_budgets.split(","))
-    minutes = plan.estimate_all_s(parts, sizes, CURVE_RATES, vllm, openvino) / 60
+    asked = Asked(flags.time_scale, flags.dtype)
+    minutes = plan.estimate_all_s(parts, sizes, asked.curve_rates, vllm, openvino, asked.time_scale) / 60
     print(f"{', '.join(parts)}: about {minutes:.0f} minutes, results in {flags.out}", flush=True)
     if why := why_no_picture():
         print(f"no picture will be drawn, it {why}; after that the same command draws what was measured")
@@ -49,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"this machine computes something else (load {busy:.1f}): the figures will tell of that too")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server under test ends with us
     try:
-        folder = Folder.open(flags.out, _identity(sizes, places))
-        runner = Runner(folder, places, sizes, CURVE_RATES, _say)
+        folder = Folder.open(flags.out, _identity(sizes, places, asked))
+        runner = Runner(folder, places, sizes, asked, _say)
         runner.run(parts, vllm, openvino)
     except (ServerFault, LoadFault, OtherSettings) as error:
         print(f"against_peer: {error}\n{KEPT}", file=sys.stderr)
@@ -58,17 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nagainst_peer: ended early\n{KEPT}", file=sys.stderr)
         return 1
-    return _report(folder, flags.out)
+    return _report(folder, flags.out, asked)
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _report(folder: Folder, out: Path) -> int:
+def _report(folder: Folder, out: Path, asked: Asked) -> int:
     cells = folder.cells()
-    rows = figures.rows(cells, CURVE_RATES)
-    print()
+    rows = figures.rows(cells, asked.curve_rates)
+    print(f"\n{asked.dtype}, in time: {' and '.join(asked.targets)}, time scale {asked.time_scale:g}")
     print(figures.table(rows))
     for line in figures.point_lines(cells):
         print(f"in time, {line}")
@@ -83,7 +84,7 @@ def _report(folder: Folder, out: Path) -> int:
         "cells": [asdict(cell) for cell in cells],
     }
     (out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
-    drawn = [] if why_no_picture() else plots.draw(cells, CURVE_RATES, out)
+    drawn = [] if why_no_picture() else plots.draw(cells, asked.curve_rates, out)
     print("\n" + ", ".join(map(str, [out / "figures.json", *drawn])))
     return 0
 
@@ -110,6 +111,15 @@ def _parser() -> argparse.ArgumentParser:
         "--budgets", default=",".join(plan.VLLM_BUDGETS), help="vLLM's --max-num-batched-tokens"
     )
     parser.add_argument("--openvino-budgets", default=",".join(plan.OPENVINO_BUDGETS), help="likewise")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0],
+        help="of both sides; without bf16 instructions (AVX2) vLLM is four times faster in float32",
+    )  # fmt: skip
+    parser.add_argument(
+        "--time-scale", type=positive, default=1.0,
+        help="on a machine so many times slower than one on which vLLM does 4.5 requests/s: rates are divided by it, "
+        "targets multiplied, for both sides",
+    )  # fmt: skip
     parser.add_argument("--our-flags", default="", help="more flags of kvferry serve; none: its defaults")
     parser.add_argument(
         "--quick", action="store_true", help="fewer requests, and later alternations of winners only"
@@ -145,7 +155,7 @@ def _sizes(flags: argparse.Namespace) -> plan.Sizes:
     return replace(sizes, **{name: value for name, value in given.items() if value is not None})
 
 
-def _identity(sizes: plan.Sizes, places: Places) -> dict[str, object]:
+def _identity(sizes: plan.Sizes, places: Places, asked: Asked) -> dict[str, object]:
     """What must be the same for runs to be of one result; more alternations, parts or settings may come later."""
     code = (":/common", ":/kernels", ":/transfer", ":/prefill_node", ":/decode_node", ":/coordinator")
     git = ["git", "-C", str(Path(__file__).parent), "log", "-1", "--format=%h", "--", *code]
@@ -153,6 +163,7 @@ def _identity(sizes: plan.Sizes, places: Places) -> dict[str, object]:
     return {
         "requests": {"saturated": sizes.saturated, "curve": sizes.curve, "goodput": sizes.goodput},
         "revision": revision,
+        "asked": asdict(asked),
         "our_flags": list(places.our_flags),
         "peer_url": places.peer_url,
         "model": str(places.model),

@@ -10,12 +10,12 @@ import re
 import secrets
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.against_peer.servers import Target
 
-TARGETS = ("ttft:500", "itl:75")
 INPUT_LEN, OUTPUT_LEN = 256, 64
 WARMUPS = 16
 LIMIT_S = 1800.0
@@ -26,13 +26,13 @@ class LoadFault(Exception):
 
 
 def measure(
-    target: Target, path: Path, *, rate: float, prompts: int, concurrency: int | None
+    target: Target, path: Path, *, rate: float, prompts: int, concurrency: int | None, targets: Sequence[str]
 ) -> dict[str, Any]:
     """One run; what `--save-result` wrote, at `path` too. Raises LoadFault."""
     command = [sys.executable, "-m", "bench", "--base-url", target.url, "--model", target.model]
     command += ["--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN)]
     command += ["--request-rate", f"{rate:g}", "--num-prompts", str(prompts), "--num-warmups", "4"]
-    command += ["--goodput", *TARGETS, "--no-progress", "--save-result", str(path)]
+    command += ["--goodput", *targets, "--no-progress", "--save-result", str(path)]
     if concurrency is not None:
         command += ["--max-concurrency", str(concurrency)]
     said = _run(command)
@@ -43,9 +43,9 @@ def measure(
     return result
 
 
-def warm(target: Target, path: Path) -> None:
+def warm(target: Target, path: Path, targets: Sequence[str]) -> None:
     """Sixteen at once, thrown away: the first requests of a server compile and allocate."""
-    measure(target, path, rate=float("inf"), prompts=WARMUPS, concurrency=WARMUPS)
+    measure(target, path, rate=float("inf"), prompts=WARMUPS, concurrency=WARMUPS, targets=targets)
     path.unlink()
 
 

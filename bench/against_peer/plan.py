@@ -92,13 +92,15 @@ def _budget_flags(budget: str) -> tuple[str, ...]:
     return () if budget == "default" else ("--max-num-batched-tokens", budget)
 
 
-def estimate_s(sessions: Iterable[Session], sizes: Sizes, curve_rates: Sequence[float]) -> float:
+def estimate_s(
+    sessions: Iterable[Session], sizes: Sizes, curve_rates: Sequence[float], time_scale: float = 1.0
+) -> float:
     """Roughly how long these take, from what such sessions took on two cores."""
     cost_s: dict[Part, float] = {
-        "saturated": 2 * sizes.saturated / SATURATED_PER_S,  # by our client and by the witness
+        "saturated": time_scale * 2 * sizes.saturated / SATURATED_PER_S,  # by our client and by the witness
         "curve": sum(sizes.curve / rate + 3 for rate in curve_rates),
-        "goodput": GOODPUT_POINTS * (sizes.goodput / GOODPUT_PER_S + 3),
-        "openvino": sizes.saturated / SATURATED_PER_S,
+        "goodput": GOODPUT_POINTS * (time_scale * sizes.goodput / GOODPUT_PER_S + 3),
+        "openvino": time_scale * sizes.saturated / SATURATED_PER_S,
         "baselines": 0.0,
     }
     return sum(START_S[session.side] + sum(cost_s[part] for part in session.parts) for session in sessions)
@@ -110,10 +112,11 @@ def estimate_all_s(
     curve_rates: Sequence[float],
     vllm: Sequence[str],
     openvino: Sequence[str],
+    time_scale: float = 1.0,
 ) -> float:
     """All alternations; of winners two are assumed for each peer."""
-    first = estimate_s(sessions_of(1, parts, vllm, openvino), sizes, curve_rates)
+    first = estimate_s(sessions_of(1, parts, vllm, openvino), sizes, curve_rates, time_scale)
     if sizes.winners_only:
         vllm, openvino = vllm[:2], openvino[:1]
-    later = estimate_s(sessions_of(2, parts, vllm, openvino), sizes, curve_rates)
+    later = estimate_s(sessions_of(2, parts, vllm, openvino), sizes, curve_rates, time_scale)
     return first + (sizes.alternations - 1) * later

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.against_peer import clients, figures
+from bench.against_peer.asked import Asked
 from bench.against_peer.figures import Cell, load_name
 from bench.against_peer.plan import BATCH, Part, Session, Side, Sizes, sessions_of
 from bench.against_peer.search import next_rate, pooled
 from bench.against_peer.servers import Target, free_port, kvferry_command, running, vllm_command
 
-FIRST_GOODPUT_RATE = 2.5
 POINT_LIMIT_S = 90.0  # a goodput point takes no longer, at low rates by having fewer requests …
 LEAST_REQUESTS = 20  # … but so many
 OPENVINO_LIMIT_S = 600.0
@@ -88,13 +88,14 @@ class Runner:
         folder: Folder,
         places: Places,
         sizes: Sizes,
-        curve_rates: Sequence[float],
+        asked: Asked,
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._places = places
         self._sizes = sizes
-        self._curve_rates = curve_rates
+        self._asked = asked
+        self._curve_rates = asked.curve_rates
         self._say = say
 
     def run(self, parts: Sequence[Part], vllm: Sequence[str], openvino: Sequence[str]) -> None:
@@ -121,7 +122,7 @@ class Runner:
             self._keep(session, self._openvino(session))
             return
         with self._server(session) as target:
-            clients.warm(target, self._folder.of_run(session, "warm"))
+            clients.warm(target, self._folder.of_run(session, "warm"), self._asked.targets)
             while (load := self._next(session)) is not None:
                 self._keep(session, self._measure(session, target, load))
 
@@ -143,11 +144,15 @@ class Runner:
             return
         if session.side == "kvferry":
             target = Target(url, places.model.name)
-            command = kvferry_command(places.model, port, [*places.our_flags, *session.flags])
+            config = self._folder.path / "tiers.toml"
+            config.write_text(self._asked.tier)
+            flags = ["--dtype", self._asked.dtype, *places.our_flags, *session.flags]
+            command = kvferry_command(places.model, port, config, flags)
         else:
             assert places.peers is not None and places.vllm_venv is not None
             target = Target(url, "peer")
-            command = vllm_command(places.peers, places.vllm_venv, places.model, port, session.flags)
+            flags = ["--dtype", self._asked.dtype, *session.flags]
+            command = vllm_command(places.peers, places.vllm_venv, places.model, port, flags)
         with running(command, target, self._folder.log(session)) as ready:
             yield ready
 
@@ -170,7 +175,7 @@ class Runner:
             by_alternation = figures.goodput_points(self._folder.cells(), session.side, session.setting)
             mine = by_alternation.get(session.alternation, {})
             earlier = pooled(points for n, points in by_alternation.items() if n < session.alternation)
-            rate = next_rate(mine, earlier, FIRST_GOODPUT_RATE)
+            rate = next_rate(mine, earlier, self._asked.first_goodput_rate, self._asked.grid)
             if rate is not None:
                 yield load_name("goodput", rate)
 
@@ -183,7 +188,9 @@ class Runner:
             return self._witness(session, target)
         rate, prompts, concurrency = self._load_of(load)
         path = self._folder.of_run(session, load)
-        result = clients.measure(target, path, rate=rate, prompts=prompts, concurrency=concurrency)
+        result = clients.measure(
+            target, path, rate=rate, prompts=prompts, concurrency=concurrency, targets=self._asked.targets
+        )
         return figures.cell_of(session, load, result)
 
     def _load_of(self, load: str) -> tuple[float, int, int | None]:

@@ -12,11 +12,23 @@ from dataclasses import dataclass
 
 WANTED = 0.9
 NARROW = 1.2  # upper over lower end of an interval that is halved no more
-LOWEST_PER_S = 0.25
-HIGHEST_PER_S = 64.0
-STEP_PER_S = 0.125  # rates are multiples of this, so that alternations meet
 ENOUGH = 300
 """Requests of a point: the share of 90 % is then known to 3.5 points either way, of 100 requests to 6."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rates are multiples of `step_per_s`, so that alternations meet."""
+
+    lowest_per_s: float = 0.25
+    highest_per_s: float = 64.0
+    step_per_s: float = 0.125
+
+    def slower(self, times: float) -> Grid:
+        return Grid(self.lowest_per_s / times, self.highest_per_s / times, self.step_per_s / times)
+
+    def near(self, rate: float) -> float:
+        return max(self.lowest_per_s, round(rate / self.step_per_s) * self.step_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +56,20 @@ def pooled(runs: Iterable[Points]) -> dict[float, Point]:
     return dict(sorted(points.items()))
 
 
-def next_rate(points: Points, earlier: Points, start: float) -> float | None:
+def next_rate(points: Points, earlier: Points, start: float, grid: Grid) -> float | None:
     """The next rate to measure beside `points`; None when they say enough. `earlier`: of the alternations before."""
     for rate in sorted(earlier):
         if rate not in points and _near_crossing(rate, earlier):
             return rate
     if not points:
-        return _on_grid(start)
+        return grid.near(start)
     low, high = _bounds(points)
     if high is None:
-        rate = _on_grid(max(points) * 2)
-        return rate if rate <= HIGHEST_PER_S else None
+        rate = grid.near(max(points) * 2)
+        return rate if rate <= grid.highest_per_s else None
     if low is None:
-        return _on_grid(high / 2) if high > LOWEST_PER_S else None
-    middle = _on_grid((low + high) / 2)
+        return grid.near(high / 2) if high > grid.lowest_per_s else None
+    middle = grid.near((low + high) / 2)
     return middle if high / low > NARROW and low < middle < high else None
 
 
@@ -95,7 +107,3 @@ def thick_ones(points: Points) -> Points:
 def requests_behind(points: Points) -> int:
     """Of the thinner of the points that `crossing` is read from."""
     return min((points[rate].judged for rate in _bounds(points) if rate is not None), default=0)
-
-
-def _on_grid(rate: float) -> float:
-    return max(LOWEST_PER_S, round(rate / STEP_PER_S) * STEP_PER_S)

@@ -36,14 +36,10 @@ class Target:
     model: str
 
 
-TOLD = Path(__file__).with_name("targets.toml")
-"""A kvferry is told what is wanted of it; the other side's answer to that is the best of its budgets."""
-
-
-def kvferry_command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
+def kvferry_command(model: Path, port: int, config: Path, flags: Sequence[str]) -> list[str]:
     """Default flags but for those given. One that is given last wins."""
     command = [sys.executable, "-m", "coordinator.cli", "serve", "--model", str(model), "--port", str(port)]
-    return [*command, "--config", str(TOLD), *flags]
+    return [*command, "--config", str(config), *flags]
 
 
 def vllm_command(peers: Path, venv: Path, model: Path, port: int, flags: Sequence[str]) -> list[str]:

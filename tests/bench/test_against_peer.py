@@ -21,14 +21,15 @@ from hypothesis import given, strategies as st
 
 from bench.against_peer import figures, plan, search
 from bench.against_peer.__main__ import main
-from bench.against_peer.clients import TARGETS, LoadFault, parse_witness
+from bench.against_peer.asked import Asked
+from bench.against_peer.clients import LoadFault, parse_witness
 from bench.against_peer.figures import Cell, cell_of, compare
 from bench.against_peer.gguf_f16 import convert
 from bench.against_peer.plan import QUICK, Session, Side, Sizes, sessions_of
 from bench.against_peer.plots import draw
 from bench.against_peer.runs import Folder, OtherSettings, Places, Runner
-from bench.against_peer.search import Point, crossing, next_rate, pooled
-from bench.against_peer.servers import TOLD, ServerFault, Target, free_port, running
+from bench.against_peer.search import Grid, Point, crossing, next_rate, pooled
+from bench.against_peer.servers import ServerFault, Target, free_port, running
 from bench.load.goodput import parse_targets
 from bench.load.records import Record
 from bench.load.result_file import as_json
@@ -75,7 +76,7 @@ def measure_all(capacity: float, earlier: dict[float, Point], requests: int = 10
     """A server of which all requests are in time up to `capacity`, and fewer and fewer beyond it."""
     points: dict[float, Point] = {}
     for _ in range(30):
-        rate = next_rate(points, earlier, 2.5)
+        rate = next_rate(points, earlier, 2.5, Grid())
         if rate is None:
             return points
         assert rate not in points, "asked twice"
@@ -104,8 +105,8 @@ def test_a_later_alternation_meets_the_points_of_the_first_and_finds_its_own_rat
 
 def test_a_server_that_never_or_always_attains() -> None:
     never, always = measure_all(0.001, {}), measure_all(1e6, {})
-    assert min(never) == search.LOWEST_PER_S and crossing(never) == 0.0
-    assert crossing(always) == max(always) <= search.HIGHEST_PER_S
+    assert min(never) == Grid().lowest_per_s and crossing(never) == 0.0
+    assert crossing(always) == max(always) <= Grid().highest_per_s
 
 
 def test_the_crossing_lies_on_the_line_between_its_neighbours() -> None:
@@ -259,7 +260,7 @@ def test_a_broken_run_goes_on_and_other_settings_are_refused(tmp_path: Path) -> 
 def loads_of(session: Session, folder: Folder, sizes: Sizes) -> list[str]:
     """What it would measure next, one after the other; a goodput point attains while the rate is below 4."""
     places = Places(ROOT, ROOT, None, "peer", None, None, Path("/model"), ())
-    runner = Runner(folder, places, sizes, (2.5, 3.5), print)
+    runner = Runner(folder, places, sizes, Asked(), print)
     loads: list[str] = []
     while (load := runner._next(session)) is not None:
         loads.append(load)
@@ -286,8 +287,19 @@ def test_a_session_measures_what_is_missing_and_searches_on(tmp_path: Path) -> N
 
 
 def test_kvferry_is_told_the_targets_that_it_is_judged_by() -> None:
-    (tier,) = tomllib.loads(TOLD.read_text())["tiers"].values()
-    assert [f"{name}:{tier[f'{name}_ms']}" for name in ("ttft", "itl")] == list(TARGETS)
+    for asked in (Asked(), Asked(time_scale=5.0)):
+        (tier,) = tomllib.loads(asked.tier)["tiers"].values()
+        assert [f"{name}:{tier[f'{name}_ms']:g}" for name in ("ttft", "itl")] == list(asked.targets)
+
+
+def test_a_slower_machine_is_asked_for_the_same_in_its_own_time() -> None:
+    usual, slow = Asked(), Asked(time_scale=5.0)
+    assert slow.curve_rates == (0.5, 0.7) and slow.targets == ("ttft:2500", "itl:375")
+    points = {rate: Point(95 if rate < 3 else 80, 100) for rate in (2.5, 5.0)}
+    slowly = {rate / 5: point for rate, point in points.items()}
+    expected = next_rate(points, {}, usual.first_goodput_rate, usual.grid)
+    assert expected is not None
+    assert next_rate(slowly, {}, slow.first_goodput_rate, slow.grid) == pytest.approx(expected / 5)
 
 
 SERVER = """

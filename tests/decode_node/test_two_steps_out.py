@@ -341,7 +341,7 @@ def test_a_worker_process_has_two_steps_out_on_a_device_and_one_on_a_cpu(
         coordinator.wants_all = True
         settings = WorkerSettings(coordinator=coordinator.endpoint)
         serving = asyncio.create_task(
-            worker_process._serve(settings, "decode", runner, folder, PoolSegment(), 1, make, None)
+            worker_process._serve(settings, "decode", runner, folder, PoolSegment(), 1, make, None, ())
         )
         await until(lambda: coordinator.load is not None, 20)
         for name in ("greedy", "told"):

@@ -1,0 +1,59 @@
+"""What is asked of every side alike: rates, targets and number format. Pure.
+
+The rates and targets are those of a machine on which vLLM's CPU build serves 4.5 requests a second. On a slower one
+both sides would be far beyond what they can take, and nothing would be told apart: there `time_scale` stretches time,
+rates divided by it and targets multiplied, for both sides alike. It is said with the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.against_peer.search import Grid
+
+Dtype = Literal["bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
+
+CURVE_RATES = (2.5, 3.5)
+FIRST_GOODPUT_RATE = 2.5
+TTFT_MS, ITL_MS = 500.0, 75.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    time_scale: float = 1.0
+    dtype: Dtype = "bfloat16"
+
+    @property
+    def curve_rates(self) -> tuple[float, ...]:
+        """Requests a second."""
+        return tuple(rate / self.time_scale for rate in CURVE_RATES)
+
+    @property
+    def first_goodput_rate(self) -> float:
+        return FIRST_GOODPUT_RATE / self.time_scale
+
+    @property
+    def grid(self) -> Grid:
+        """Of the rates at which goodput is looked for."""
+        return Grid().slower(self.time_scale)
+
+    @property
+    def ttft_ms(self) -> float:
+        return TTFT_MS * self.time_scale
+
+    @property
+    def itl_ms(self) -> float:
+        return ITL_MS * self.time_scale
+
+    @property
+    def targets(self) -> tuple[str, str]:
+        """As `--goodput` takes them."""
+        return f"ttft:{self.ttft_ms:g}", f"itl:{self.itl_ms:g}"
+
+    @property
+    def tier(self) -> str:
+        """The same as configuration of a kvferry: it is told what is wanted of it; the other side's answer to that is
+        the best of its budgets."""
+        return f"[tiers.default]\nttft_ms = {self.ttft_ms:g}\nitl_ms = {self.itl_ms:g}\n"
