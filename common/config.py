@@ -1,7 +1,7 @@
 """Every setting of every process, declared once.
 
-    ProcessSettings                what each process has
-    ├── EngineSettings             how a worker computes and keeps its cache
+    ProcessSettings                what each process has (`process_settings.py`)
+    ├── EngineSettings             how a worker computes and keeps its cache (`worker_settings.py`)
     │   └── WorkerSettings         … and where it belongs: `kvferry prefill`, `kvferry decode`
     ├── CoordinatorSettings        HTTP (`http_settings.py`), queue, limits: `kvferry coordinator`
     └── ServeSettings              both of them and how many workers: `kvferry serve`
@@ -12,32 +12,20 @@ needs and reads no settings, files or environment of its own.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from common.endpoints import Endpoint, checked, is_loopback, parse_address, parse_endpoint
+from common.endpoints import checked, is_loopback, parse_endpoint
 from common.errors import BadConfiguration
 from common.flags import flag, parse, visible_fields
-from common.gpu_settings import GpuSettings
-from common.http_settings import API_KEY_VARIABLE, Bytes, HttpSettings, KeysOfFiles, Strict
-from common.ordering import PolicyName
-from common.transfer_settings import TransferSettings
-
-WorkerRole = Literal["prefill", "decode"]
-AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+from common.http_settings import API_KEY_VARIABLE, HttpSettings, KeysOfFiles, Strict
+from common.process_settings import DEFAULT_CONTROL, DEFAULT_MODEL_NAME, ProcessSettings
+from common.worker_settings import EngineSettings, WorkerRole, WorkerSettings
 
 WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
-
-DEFAULT_CONTROL = "tcp://127.0.0.1:8701"
-DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
-
-LAST_PAIR_OF_PORTS = 65534
-WORKER_ID = r"((prefill|decode)-from-)?[A-Za-z0-9._-]{1,64}"  # one that changed its role has it in its id
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -57,166 +45,6 @@ class Tier(Strict):
     served before this one."""
     api_key_file: KeysOfFiles = ()
     """Keys whose requests are of this tier where they name no other; they need not be given anywhere else."""
-
-
-class ProcessSettings(Strict):
-    model: str | None = flag(
-        None,
-        f"folder or hub id of a Hugging Face model; absent: {DEFAULT_MODEL_NAME}, fetched on first use",
-        "model",
-        metavar="MODEL",
-    )
-    shutdown_timeout: float = flag(
-        30.0,
-        "seconds that running requests get to finish after SIGTERM or Ctrl-C",
-        "process",
-        ge=0,
-        metavar="SECONDS",
-    )
-    scheduling_policy: PolicyName = flag(
-        "fair",
-        "who is next, in the queue and on every worker (give all the same). fcfs: by arrival; priority: by class, then "
-        "arrival; fair: by class, then tenant by what it was served, then deadline, then arrival; edf: by class, then "
-        "deadline, then arrival",
-        "scheduling",
-    )
-    curve_key: AbsolutePath | None = flag(
-        None,
-        "the cluster's key (`kvferry keys new FILE`), the same for all its processes: every socket between them is "
-        "encrypted, and only who has it is let in. Needed beyond loopback",
-        "network",
-        metavar="FILE",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = flag(
-        "info", "least severity of log lines", "process"
-    )
-    parent_fd: int | None = flag(None, "read end of the launcher's pipe", "process", hidden=True, ge=0)
-
-
-class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(
-        "auto", "of weights and cache; auto: as stored", "model"
-    )
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: a GPU if any", "model")
-    max_model_len: int | None = flag(
-        None, "longest prompt and answer together; absent: the model's own limit", "engine", ge=1
-    )
-    max_num_seqs: int = flag(64, "requests that run at once on one worker", "engine", ge=1, le=4096)
-    max_num_batched_tokens: int | None = flag(
-        None,
-        "tokens of one step: a longer prompt is computed in chunks of this; absent: 256 on a CPU, 2048 on a device",
-        "engine",
-        ge=1,
-    )
-    batching: Literal["continuous", "dynamic"] = flag(
-        "continuous",
-        "continuous: requests join and leave between steps; dynamic: request-level batches, a baseline for the bench: "
-        "one runs until all of it has ended, then the next is formed. Collocated only",
-        "scheduling",
-    )
-    batch_timeout_ms: float | None = flag(
-        None,
-        "how long --batching dynamic waits for a full batch (absent: 50); 0: static batching, which always does",
-        "scheduling",
-        ge=0,
-        le=30_000,
-        metavar="MS",
-    )
-    block_size: int = flag(16, "tokens in one KV block", "cache", ge=1, le=1024)
-    num_kv_blocks: int | None = flag(
-        None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
-    )
-    kv_cache_memory: Bytes | None = flag(
-        None,
-        "bytes of KV cache per worker, such as 2GiB; absent: 512MiB on a CPU, on a GPU what --gpu-memory-utilization "
-        "leaves",
-        "cache",
-        metavar="BYTES",
-        ge=1,
-    )
-    enable_prefix_caching: bool = flag(True, "reuse the KV of a prompt's beginning", "cache")
-    prefix_cache_scope: Literal["global", "tenant"] = flag("global", "who shares cached prefixes", "cache")
-    threads: int | None = flag(
-        None,
-        "threads that compute in one worker; absent: one per core it may use, which the workers of "
-        "`kvferry serve` share",
-        "process",
-        ge=1,
-    )
-
-    @model_validator(mode="after")
-    def _timeout_of_batches(self) -> Self:
-        if self.batch_timeout_ms is not None and self.batching == "continuous":
-            raise ValueError("--batch-timeout-ms is of --batching dynamic, and batching is continuous")
-        return self
-
-    @property
-    def batch_timeout_s(self) -> float:
-        return (50.0 if self.batch_timeout_ms is None else self.batch_timeout_ms) / 1e3
-
-
-class WorkerSettings(EngineSettings):
-    coordinator: str = flag(
-        DEFAULT_CONTROL, "control endpoint of the coordinator", "network", metavar="tcp://HOST:PORT"
-    )
-    advertise: str | None = flag(
-        None,
-        "address that other workers reach this one at: control on PORT, blocks on PORT+1; absent: where it listens",
-        "network",
-        metavar="HOST:PORT",
-    )
-    bind: str | None = flag(
-        None,
-        "address that it listens at for other workers, where that is not what they reach: behind NAT, in a container; "
-        "absent: --advertise, or free ports of the address that leads to the coordinator",
-        "network",
-        metavar="HOST:PORT",
-    )
-    worker_id: str | None = flag(
-        None, "name in logs and metrics; absent: role and process id", "process", metavar="NAME"
-    )
-
-    @model_validator(mode="after")
-    def _addresses(self) -> Self:
-        there = checked("--coordinator", self.coordinator, parse_endpoint, keyed=self.curve_key is not None)
-        if there.on_every_address or there.port is None:
-            raise ValueError(
-                f"--coordinator {self.coordinator}: expected tcp://HOST:PORT, the one that it is reached at"
-            )
-        for name, address in (("--advertise", self.advertise), ("--bind", self.bind)):
-            if address is not None:
-                found = checked(name, address, parse_address, keyed=self.curve_key is not None)
-                if found.port is None or found.port > LAST_PAIR_OF_PORTS:
-                    raise ValueError(
-                        f"{name} {address}: a port from 1 to {LAST_PAIR_OF_PORTS}; the next is used too"
-                    )
-        if self.advertised is not None and self.advertised.told() != self.advertised:
-            raise ValueError(
-                f"--advertise {self.advertise}: means nothing on another machine; name one address"
-            )
-        self.refuse_untrusted("--coordinator", there)
-        self.refuse_untrusted("--advertise", self.advertised)
-        self.refuse_untrusted("--bind", self.bound)
-        return self
-
-    @property
-    def advertised(self) -> Endpoint | None:
-        return None if self.advertise is None else parse_address(self.advertise)
-
-    @property
-    def bound(self) -> Endpoint | None:
-        """Where it is told to listen, if it is."""
-        return self.advertised if self.bind is None else parse_address(self.bind)
-
-    def name_as(self, role: WorkerRole) -> str:
-        """In logs, metrics and to the others."""
-        return self.worker_id or f"{role}-{os.getpid()}"
-
-    @model_validator(mode="after")
-    def _name(self) -> Self:
-        if self.worker_id is not None and not re.fullmatch(WORKER_ID, self.worker_id):
-            raise ValueError("--worker-id: 1 to 64 of A-Z a-z 0-9 . _ -")
-        return self
 
 
 class CoordinatorSettings(HttpSettings, ProcessSettings):

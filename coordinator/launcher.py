@@ -27,13 +27,14 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from common.coming_back import MODULES, flags_in_other_role
-from common.config import CoordinatorSettings, EngineSettings, ServeSettings
+from common.config import CoordinatorSettings, ServeSettings
 from common.errors import BadConfiguration, CannotBind
 from common.flags import to_argv, visible_fields
 from common.http_settings import API_KEY_VARIABLE
 from common.messages import Role
 from common.paths import child_environment, require_own_folders
 from common.roles import id_in_other_role, other_role
+from common.worker_settings import EngineSettings
 from coordinator import admin_client
 from coordinator.cores import available_cores, share_cores
 from coordinator.door.tls import own_client_context, server_context, why_refused

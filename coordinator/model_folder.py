@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.config import DEFAULT_MODEL_NAME
 from common.errors import ModelCannotBeLoaded
 from common.paths import child_environment
+from common.process_settings import DEFAULT_MODEL_NAME
 
 
 def resolve_model(model: str | None) -> str:

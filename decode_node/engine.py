@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from common.batching import BatchingCore
-from common.config import WorkerSettings
 from common.ordering import POLICIES, Policy
+from common.worker_settings import WorkerSettings
 from decode_node.forming import Continuous, Forming, RequestLevel
 from decode_node.worker import MAX_WAITING, DecodeWorker
 from kernels.loading import load_for_worker

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from common.batching import BatchingCore
-from common.config import WorkerSettings
 from common.ordering import POLICIES, Policy
+from common.worker_settings import WorkerSettings
 from kernels.loading import load_for_worker
 from prefill_node.worker import PrefillWorker
 from transfer.sender import TransferSender

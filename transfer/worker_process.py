@@ -27,7 +27,6 @@ import uvloop
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
 from common.coming_back import COMES_BACK
-from common.config import WorkerSettings
 from common.counters import Counters
 from common.endpoints import Endpoint, parse_endpoint
 from common.errors import BadConfiguration, ModelCannotBeLoaded
@@ -39,6 +38,7 @@ from common.request import Grammar, Incarnation
 from common.step_times import StepShape
 from common.version import VERSION
 from common.wire import PROTOCOL_MAJOR
+from common.worker_settings import WorkerSettings
 from kernels.cache import AskedTooMuch, PagedCache, PoolMemory
 from transfer.addresses import address_towards
 from transfer.cluster_key import ClusterKey, key_of

@@ -6,10 +6,8 @@ import pytest
 
 from common.config import (
     CoordinatorSettings,
-    EngineSettings,
     ServeSettings,
     Tier,
-    WorkerSettings,
     parse_coordinator,
     parse_serve,
     parse_worker,
@@ -18,6 +16,7 @@ from common.endpoints import Endpoint
 from common.errors import BadConfiguration
 from common.flags import GROUPS, _extra, build_parser, flag_name, parse_bytes, to_argv, visible_fields
 from common.http_settings import API_KEY_VARIABLE
+from common.worker_settings import EngineSettings, WorkerSettings
 
 SETTINGS = (WorkerSettings, CoordinatorSettings, ServeSettings)
 

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.batching import Batch, BatchingCore
 from common.blocks import BlockPool
-from common.config import WorkerSettings
 from common.effects import Effect, ToCoordinator, ToFront
 from common.messages import Decode, Ended, Tokens
 from common.ordering import Fair
@@ -37,6 +36,7 @@ from common.request import (
     WorkerId,
     pack_ids,
 )
+from common.worker_settings import WorkerSettings
 from decode_node.engine import _make_worker
 from decode_node.forming import Continuous
 from decode_node.worker import DecodeWorker

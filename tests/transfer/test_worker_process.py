@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from common.config import WorkerSettings
+from common.worker_settings import WorkerSettings
 from kernels.cache import CacheLayout, PagedCache
 from transfer.worker_process import CPU_STEP_TOKENS, tokens_of_a_step
 
