@@ -17,7 +17,8 @@ class TransferSettings(Strict):
         "auto",
         "how KV blocks travel; shm: the receiver reads the sender's memory, on one machine; ipc: its GPU reads the "
         "sender's (CUDA IPC; no GPU has run it yet); nccl: between GPUs, in a torch process group for every two "
-        "workers (nor this); gloo: the same between CPUs; auto: ipc or shm where it can be, else tcp",
+        "workers (nor this; refused at start where torch has no NCCL or sees no GPU, as a CPU build of it); gloo: the "
+        "same between CPUs; auto: ipc or shm where it can be, else tcp",
         "network",
     )
     trust_network: bool = flag(
