@@ -15,7 +15,7 @@ Tables = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Sampling:
     """`SamplingLike` (kernels/step.py): the server's own needs pydantic."""
 
     temperature: float = 0.0
@@ -43,7 +43,7 @@ class Joined:
     tokens: Sequence[int]
     prompt_len: int
     blocks: Sequence[int]
-    sampling: Settings
+    sampling: Sampling
     scored: int = 1
 
 
@@ -73,7 +73,7 @@ class Asked:
     """Requests: prompts, how each is sampled, and how many tokens each gets."""
 
     prompts: Sequence[Sequence[int]]
-    settings: Sequence[Settings]
+    settings: Sequence[Sampling]
     wanted: int
 
     def only(self, index: int) -> Asked:
@@ -94,7 +94,7 @@ def asked(lengths: Sequence[int], vocab: int, wanted: int) -> Asked:
     """Every second one greedy."""
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, vocab, length).tolist() for length in lengths]
-    settings = [Settings(temperature=0.8 * (place % 2), seed=place) for place in range(len(lengths))]
+    settings = [Sampling(temperature=0.8 * (place % 2), seed=place) for place in range(len(lengths))]
     return Asked(prompts, settings, wanted)
 
 

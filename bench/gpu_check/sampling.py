@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bench.gpu_check.driving import Settings
+from bench.gpu_check.driving import Sampling
 from bench.gpu_check.findings import Check, Speed
 from bench.gpu_check.places import Place
 from bench.gpu_check.roofs import Roofs
@@ -19,11 +19,11 @@ from kernels.sampling import Draw, NumpySampler, TokenCounts
 
 PART = "sampling"
 POISON = -77
-GREEDY = Settings()
-DRAWN = Settings(temperature=0.8)
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=0.8)
 
 
-def settings(vocab: int) -> list[Settings]:
+def settings(vocab: int) -> list[Sampling]:
     """Of each kind of row one."""
     return [
         GREEDY,

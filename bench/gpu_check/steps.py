@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bench.gpu_check.driving import Batch, Joined, Settings
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from bench.gpu_check.findings import Finding, Speed
 from bench.gpu_check.places import BLOCK_SIZE, Place
 from bench.gpu_check.roofs import Roofs
@@ -19,7 +19,7 @@ from kernels.linear import CUDA_TILE
 from kernels.model import CausalModel
 from kernels.runner import ModelRunner
 
-GREEDY = Settings()
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,56 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from kernels.runner import ModelRunner
-from kernels.step import GrammarLike, StepResult, TokenLogprob
+from kernels.step import StepResult, TokenLogprob
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    child: int = 0
-    min_tokens: int = 0
-    end_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: GrammarLike | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    slot: int
-    tokens: Sequence[int]
-    prompt_len: int
-    blocks: Sequence[int]
-    sampling: Sampling
-    scored: int = 1
-
-
-@dataclass(slots=True)
-class Batch:
-    joined: list[Joined] = field(default_factory=list)
-    grown: list[tuple[int, Sequence[int]]] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-    def add(self, slot: int, start: int, tokens: Sequence[int], samples: bool) -> None:
-        self.slots.append(slot)
-        self.starts.append(start)
-        self.counts.append(len(tokens))
-        self.samples.append(samples)
-        self.token_ids.extend(tokens)
+SAYS_THREE = Sampling(logprobs=3)
 
 
 @dataclass(slots=True)
@@ -82,7 +37,7 @@ def generate(
     wanted: int,
     *,
     chunk: int = 512,
-    sampling: Sampling | Sequence[Sampling] = Sampling(logprobs=3),
+    sampling: Sampling | Sequence[Sampling] = SAYS_THREE,
     stagger: int = 0,
 ) -> list[list[tuple[int, TokenLogprob | None]]]:
     """All prompts in one ragged batch, at most `chunk` prompt tokens of each per step; blocks in random order.

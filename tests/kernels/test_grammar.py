@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from common.request import Grammar
 from kernels import grammar as grammars
 from kernels.grammar import BadGrammar, GrammarCompiler, GrammarFault, end_ids
@@ -21,7 +22,7 @@ from kernels.sampler import choose_sampler
 from kernels.sampling import Draw, Sampled, TokenCounts, adjust
 from kernels.slots import NO_GRAMMARS
 from kernels.step import TokenLogprob
-from tests.kernels.driving import Batch, Joined, Sampling, generate, random_prompts
+from tests.kernels.driving import generate, random_prompts
 
 VOCAB = 49_152
 END = 2

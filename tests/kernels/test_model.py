@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu_check.driving import Sampling
 from kernels.runner import ModelRunner, load_runner
-from tests.kernels.driving import Sampling, full_logits, generate, random_prompts
+from tests.kernels.driving import full_logits, generate, random_prompts
 from tests.kernels.tiny_models import ARCHITECTURES, save_model
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import kernels.prompt_scores
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from kernels.prompt_scores import PromptToScore
 from kernels.runner import ModelRunner, load_runner
 from kernels.step import StepResult, TokenLogprob
-from tests.kernels.driving import Batch, Joined, Sampling, full_logits, random_prompts
+from tests.kernels.driving import full_logits, random_prompts
 from tests.kernels.tiny_models import save_model
 
 LENGTH = 150

@@ -1,21 +1,17 @@
-"""ModelRunner: slots, histories, settings per row; SmolLM2 against transformers' generate."""
+"""ModelRunner: slots, histories, settings per row. SmolLM2 beside transformers: `exactness/test_transformers.py`."""
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from kernels.cache import AskedTooMuch
 from kernels.loading import load_for_worker
 from kernels.runner import ModelRunner, load_runner
 from kernels.sampling import Draw, NumpySampler
-from tests.kernels.driving import Batch, Joined, Sampling, full_logits, generate, random_prompts
+from tests.kernels.driving import full_logits, generate, random_prompts
 from tests.kernels.tiny_models import save_model
-
-_NEAR_TIE = 1e-3
 
 
 @pytest.fixture
@@ -24,38 +20,6 @@ def tiny(tmp_path: Path) -> ModelRunner:
     return load_runner(
         str(tmp_path), device="cpu", num_blocks=60, max_num_seqs=4, max_model_len=300, threads=1
     )
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_dir: Path) -> tuple[ModelRunner, Any]:
-    """Ours and transformers', both float32."""
-    runner = load_runner(str(smollm2_dir), dtype="float32", device="cpu", num_blocks=30, threads=1)
-    return runner, AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("length", [1, 16, 17, 127, 300])
-def test_smollm2_tokens_equal_transformers(length: int, smollm2: tuple[ModelRunner, Any]) -> None:
-    """Greedy, float32, 32 tokens. Where the reference's two best lie within 1e-3 its token is forced on both."""
-    runner, reference = smollm2
-    [tokens] = random_prompts([length], 49_152, seed=length)
-    wanted = 32
-    with torch.inference_mode():
-        ids = reference.generate(
-            torch.tensor([tokens]), max_new_tokens=wanted, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, length:].tolist()
-        logits = reference(torch.tensor([tokens + ids[:-1]])).logits[0, length - 1 :]
-    gaps = (logits.topk(2).values @ torch.tensor([1.0, -1.0])).tolist()
-    near_ties, at = 0, 0
-    while at < wanted:
-        [outputs] = generate(runner, [tokens + ids[:at]], wanted - at, sampling=Sampling())
-        found = [token for token, _ in outputs]
-        same = next((i for i in range(wanted - at) if found[i] != ids[at + i]), wanted - at)
-        at += same
-        if at < wanted:
-            assert gaps[at] < _NEAR_TIE, f"token {at}: {found[same]} for {ids[at]}, gap {gaps[at]}"
-            near_ties += 1
-            at += 1
-    assert near_ties <= 3
 
 
 def test_settings_belong_to_their_row(tiny: ModelRunner) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from bench.gpu_check.driving import Sampling
 from kernels.model_config import MAX_VOCAB
 from kernels.native_backend import load_native
 from kernels.native_sampling import NativeSampler
@@ -16,7 +17,6 @@ from kernels.philox import uniforms
 from kernels.sampler import Sampler, choose_sampler
 from kernels.sampling import Draw, NumpySampler, Sampled, TokenCounts, adjust, needs_counts, pick
 from kernels.step import TokenLogprob
-from tests.kernels.driving import Sampling
 from tests.kernels.random_logits import any_logits
 
 

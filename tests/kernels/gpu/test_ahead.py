@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_check.driving import Batch, Joined, Sampling
 from common.lifecycle import Phase
 from common.request import Attempt, FrontId, Grammar, Request, RequestId, SamplingParams, pack_ids
 from common.sequence import Sequence, may_go_ahead
@@ -17,7 +18,7 @@ from kernels.device import OnGpu
 from kernels.launched import NO_TOKEN_BEFORE, NOT_FINITE, LaunchedStep
 from kernels.runner import ModelRunner, load_runner
 from kernels.step import StepResult, TokenLogprob
-from tests.kernels.driving import Batch, Joined, Sampling, fill_with_nan, generate, random_prompts
+from tests.kernels.driving import fill_with_nan, generate, random_prompts
 from tests.kernels.gpu.late_device import LateDevice
 from tests.kernels.tiny_models import save_model
 

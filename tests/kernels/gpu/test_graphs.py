@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu_check.driving import Sampling
 from kernels.cache import PagedCache
 from kernels.device import OnGpu
 from kernels.gpu.graphs import MAX_GRAPH_ROWS, Again, Captured, DecodeGraphs, graph_sizes
 from kernels.gpu.steps import DeviceSteps
 from kernels.runner import ModelRunner, load_runner
 from kernels.step import StepLayout
-from tests.kernels.driving import Sampling, generate, random_prompts
+from tests.kernels.driving import generate, random_prompts
 from tests.kernels.gpu.grid import device_step, scattered_tables
 from tests.kernels.steps import make_step
 from tests.kernels.tiny_models import save_model

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu_check.driving import Sampling
 from kernels.gpu import sampling
 from kernels.gpu.sampler import GpuSampler
 from kernels.gpu.sampling import sample_on_device
@@ -16,7 +17,7 @@ from kernels.runner import load_runner
 from kernels.sampler import choose_sampler, draw
 from kernels.sampling import Draw, NumpySampler, TokenCounts, adjust, keep, weigh
 from kernels.step import SamplingLike
-from tests.kernels.driving import Sampling, generate, random_prompts
+from tests.kernels.driving import generate, random_prompts
 from tests.kernels.gpu.grid import WHOLE
 from tests.kernels.gpu.sampling_probes import adjusted_row, falls_on, weights_of
 from tests.kernels.random_logits import any_logits
