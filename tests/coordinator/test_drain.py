@@ -1,18 +1,11 @@
-"""Draining a worker, as the coordinator and its HTTP route do it."""
+"""Draining a worker, as the coordinator does it. Its HTTP route: `test_departure_routes.py`."""
 
 from __future__ import annotations
-
-import httpx
-import pytest
 
 from common.front_messages import RequestEnded
 from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, Started
 from common.request import Incarnation, WorkerId
-from coordinator.door.cors import Cors
-from coordinator.http_api import create_app
-from coordinator.tokenizer import Tokenizer
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
-from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
 P0 = WorkerId("p0")
 
@@ -110,109 +103,3 @@ def test_what_is_left_at_the_deadline_goes_on_elsewhere() -> None:
     (again,) = [m for _, m in told if isinstance(m, Prefill)]
     assert again.attempt > key[1] and again.target is not None and again.target.worker != decode
     assert [m for _, m in told if isinstance(m, Abort)], "the old attempt is fenced"
-
-
-# ---------------------------------------------------------------- over HTTP
-
-PATH = "/admin/workers/decode-0/drain"
-
-
-@pytest.mark.parametrize(
-    ("content", "deadline_s"),
-    [(b"", 30.0), (b"{}", 30.0), (b'{"deadline_s": null}', 30.0), (b'{"deadline_s": 2}', 2.0)],
-)
-def test_the_answer_is_the_workers_row(
-    served: Served, client: httpx.Client, content: bytes, deadline_s: float
-) -> None:
-    for _ in range(2):
-        answer = client.post(PATH, content=content)
-        assert answer.status_code == 202
-        assert answer.json() == {"id": "decode-0", "role": "decode", "becomes": None, "state": "draining"}
-    assert served.gateway.drained == [("decode-0", deadline_s)] * 2
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "param"),
-    [
-        (b'{"deadline_s": -1}', 400, "deadline_s"),
-        (b'{"deadline_s": 3601}', 400, "deadline_s"),
-        (b'{"deadline_s": 1e309}', 400, "deadline_s"),
-        (b'{"deadline_s": "1"}', 400, "deadline_s"),
-        (b'{"deadline_s": true}', 400, "deadline_s"),
-        (b'{"deadline": 1}', 422, "deadline"),
-        (b"[]", 400, None),
-        (b"{", 400, None),
-    ],
-)
-def test_bad_bodies_drain_nobody(
-    served: Served, client: httpx.Client, content: bytes, status: int, param: str | None
-) -> None:
-    answer = client.post(PATH, content=content)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-    assert served.gateway.drained == []
-
-
-def test_an_unknown_worker(client: httpx.Client) -> None:
-    answer = client.post("/admin/workers/nobody/drain")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "worker_not_found"
-
-
-# ---------------------------------------------------------------- from web pages
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"origin": "https://evil.example"},
-        {"origin": "null"},
-        {"origin": "https://evil.example", "sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "same-site"},
-        {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-site"},
-        {"origin": "https://{host}"},
-        {"origin": "http://{host}.evil.example"},
-    ],
-)
-@pytest.mark.parametrize("content_type", ["text/plain", "application/json"])
-def test_no_page_of_another_origin_drains_a_worker(
-    served: Served, client: httpx.Client, headers: dict[str, str], content_type: str
-) -> None:
-    """Nor does a path that leads nowhere say more to it."""
-    host = served.url.removeprefix("http://")
-    sent = {name: value.format(host=host) for name, value in headers.items()} | {"content-type": content_type}
-    for path in (PATH, "/admin/workers/nobody/drain", "/admin/nothing"):
-        answer = client.post(path, content=b"{}", headers=sent)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "cross_origin")
-    assert served.gateway.drained == []
-    assert client.get("/admin/workers", headers=sent).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"origin": "http://{host}"},
-        {"origin": "http://{host}", "sec-fetch-site": "same-origin"},
-        {"origin": "https://{host}", "sec-fetch-site": "same-origin"},
-        {"sec-fetch-site": "none"},
-    ],
-)
-def test_programs_and_our_own_page_may(served: Served, client: httpx.Client, headers: dict[str, str]) -> None:
-    """Over https too, where a proxy before us ends it."""
-    host = served.url.removeprefix("http://")
-    sent = {name: value.format(host=host) for name, value in headers.items()}
-    assert client.post(PATH, headers=sent).status_code == 202
-
-
-@pytest.mark.parametrize("allowed", ["https://ops.example", "*"])
-def test_a_page_that_is_named_may(tokenizer: Tokenizer, allowed: str) -> None:
-    gateway = ScriptedGateway()
-    cors = Cors(origins=(allowed,))
-    app = create_app(gateway, tokenizer, gateway.metrics, served_models=("smol",), cors=cors)
-    sent = {"origin": "https://ops.example", "sec-fetch-site": "cross-site"}
-    with serving(app, gateway) as open_to_it:
-        assert httpx.post(open_to_it.url + PATH, headers=sent).status_code == 202
-        if allowed != "*":
-            sent["origin"] = "https://evil.example"
-            assert httpx.post(open_to_it.url + PATH, headers=sent).status_code == 403

@@ -1,21 +1,17 @@
-"""A worker that changes its role, as the coordinator and its HTTP route do it."""
+"""A worker that changes its role, as the coordinator does it. Its HTTP route: `test_departure_routes.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import httpx
 import pytest
 
 from common.messages import Ended, HeartbeatAck, Message, Prefill, Role, SetRole, Started
 from common.request import Incarnation, WorkerId
 from coordinator import admin_client
 from coordinator.errors_http import Conflict
-from coordinator.http_api import create_app
 from coordinator.registry import COMES_BACK_WITHIN_S
-from coordinator.tokenizer import Tokenizer
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat
-from tests.coordinator.scripted_gateway import ScriptedGateway, Served, serving
 
 NEW = "prefill-from-d1"
 
@@ -249,91 +245,3 @@ def test_the_table_of_workers_says_it() -> None:
     table = admin_client.workers_table(bench.cluster.registry.rows())
     states = next(list(column.cells) for column in table.columns if column.header == "state")
     assert sorted(map(str, states)) == ["draining, becomes prefill", "ready", "ready", "ready"]
-
-
-# ---------------------------------------------------------------- over HTTP
-
-PATH = "/admin/workers/decode-0/role"
-
-
-@pytest.mark.parametrize(
-    ("content", "deadline_s"),
-    [
-        (b'{"role": "prefill"}', 30.0),
-        (b'{"role": "prefill", "deadline_s": null}', 30.0),
-        (b'{"role": "prefill", "deadline_s": 2}', 2.0),
-    ],
-)
-def test_the_answer_is_the_workers_row(
-    served: Served, client: httpx.Client, content: bytes, deadline_s: float
-) -> None:
-    for _ in range(2):
-        answer = client.post(PATH, content=content)
-        assert answer.status_code == 202
-        assert answer.json() == {
-            "id": "decode-0",
-            "role": "decode",
-            "becomes": "prefill",
-            "state": "draining",
-        }
-    assert served.gateway.changed == [("decode-0", "prefill", deadline_s)] * 2
-
-
-def test_where_nothing_is_to_be_done_it_is_200(served: Served, client: httpx.Client) -> None:
-    answer = client.post(PATH, json={"role": "decode"})
-    assert (answer.status_code, answer.json()["becomes"]) == (200, None)
-    assert served.gateway.changed == []
-
-
-@pytest.mark.parametrize(
-    ("content", "status", "param"),
-    [
-        (b"", 400, None),
-        (b"{}", 400, "role"),
-        (b'{"role": null}', 400, "role"),
-        (b'{"role": "coordinator"}', 400, "role"),
-        (b'{"role": "Prefill"}', 400, "role"),
-        (b'{"role": 1}', 400, "role"),
-        (b'{"role": "prefill", "deadline_s": -1}', 400, "deadline_s"),
-        (b'{"role": "prefill", "deadline_s": 3601}', 400, "deadline_s"),
-        (b'{"role": "prefill", "deadline_s": "1"}', 400, "deadline_s"),
-        (b'{"role": "prefill", "deadline": 1}', 422, "deadline"),
-        (b'{"role": "prefill", "role": "decode"}', 400, None),
-        (b"[]", 400, None),
-    ],
-)
-def test_bad_bodies_change_nobody(
-    served: Served, client: httpx.Client, content: bytes, status: int, param: str | None
-) -> None:
-    answer = client.post(PATH, content=content)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-    assert served.gateway.changed == []
-
-
-def test_what_the_cluster_refuses_is_a_409(served: Served, client: httpx.Client) -> None:
-    served.gateway.conflict = "Worker decode-0 is the only decode worker that takes requests."
-    answer = client.post(PATH, json={"role": "prefill"})
-    assert answer.status_code == 409
-    assert answer.json()["error"] == {
-        "message": served.gateway.conflict,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "last_decode_worker",
-    }
-
-
-def test_an_unknown_worker(client: httpx.Client) -> None:
-    answer = client.post("/admin/workers/nobody/role", json={"role": "prefill"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
-
-
-def test_it_is_guarded_as_all_that_changes_the_cluster(tokenizer: Tokenizer) -> None:
-    gateway = ScriptedGateway()
-    app = create_app(gateway, tokenizer, gateway.metrics, served_models=("smol",), api_keys=("secret",))
-    body, key = {"role": "prefill"}, {"authorization": "Bearer secret"}
-    with serving(app, gateway) as served, httpx.Client(base_url=served.url, verify=False) as client:
-        assert client.post(PATH, json=body).status_code == 401
-        page = key | {"origin": "https://evil.example"}
-        assert client.post(PATH, json=body, headers=page).status_code == 403
-        assert gateway.changed == []
-        assert client.post(PATH, json=body, headers=key).status_code == 202
