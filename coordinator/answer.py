@@ -69,6 +69,8 @@ class Answer:
         self._waiting_ends: deque[int] = deque()
         self._first_offset = first_offset
         self._empty = empty
+        self.plain = not (stops or empty or self._scored)
+        """Its text is that of its tokens and nothing else: `push_token` will do for all but the last."""
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish: Finish | None = None
@@ -100,6 +102,11 @@ class Answer:
             pieces.append(Piece(rest, self._all_tokens()))
         pieces.append(self._last(delta.finish, self._all_tokens()))
         return pieces
+
+    def push_token(self, token_id: int) -> str:
+        """The text that one more token of a plain answer, not its last, makes safe to show."""
+        self.completion_tokens += 1
+        return self._detokenizer.push(token_id)
 
     def _last(self, finish: Finish, tokens: tuple[ScoredToken, ...]) -> Piece:
         self.finish = finish

@@ -30,6 +30,7 @@ class Detokenizer:
     ) -> None:
         self._text_bytes = text_bytes
         self._decoder = _utf8_decoder("replace")
+        self._in_character = False  # the decoder holds the beginning of one
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -42,7 +43,7 @@ class Detokenizer:
         """The text that this token makes safe to show, often empty. Not to be called once `stopped`."""
         assert not self.stopped
         self._num_tokens += 1
-        text = self._decoder.decode(self._text_bytes(token_id))
+        text = self._decode(self._text_bytes(token_id))
         self.decoded_chars += len(text)
         return self._release(text)
 
@@ -52,6 +53,18 @@ class Detokenizer:
         text, self._held = self._held, ""
         text += self._decoder.decode(b"", final=True)
         self.released_chars += len(text)
+        return text
+
+    def _decode(self, raw: bytes) -> str:
+        if not self._in_character:
+            try:
+                return (
+                    raw.decode()
+                )  # whole characters, as nearly every token is: a sixth of the decoder's time
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(raw)
+        self._in_character = bool(self._decoder.getstate()[0])
         return text
 
     def _release(self, new: str) -> str:

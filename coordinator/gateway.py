@@ -6,7 +6,7 @@ nothing else. More fronts later is a matter of implementing this over a wire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,10 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+TakeToken = Callable[[int, int], bool]
+"""Takes a choice's next token at once, or says False and has done nothing: then it goes the long way."""
+
+
 class TokenStream(Protocol):
     """The answers to one group of requests, as they come: each delta says by `choice` whose it is."""
 
@@ -46,6 +50,10 @@ class TokenStream(Protocol):
 
     async def wait(self, limit_s: float) -> None:
         """Until `next` would not wait, at most so long."""
+
+    def relay(self, take: TakeToken) -> None:
+        """From now on a token that comes alone, with nothing said beside it, while `next` waits is offered to `take`
+        first, where it came. What that raises `next` raises."""
 
     def stop(self, choice: int) -> None:
         """A stop string was found: this answer is complete, what comes later is thrown away. Idempotent."""

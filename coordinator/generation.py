@@ -22,7 +22,7 @@ from common.errors import KvferryError, NotAdmitted
 from common.lifecycle import LIVE_PHASES, Phase
 from coordinator.answer import Answer, Piece
 from coordinator.deadline_header import left_s, read_deadline_s
-from coordinator.door.connection import DROPPED
+from coordinator.door.connection import CONNECTION, DROPPED
 from coordinator.door.front_door import Arrival
 from coordinator.door.http_body import (
     ClientLeft,
@@ -54,6 +54,7 @@ from coordinator.openai.shapes import (
     usage,
     whole_choice,
 )
+from coordinator.relay import Relay
 from coordinator.request_builder import Job, RequestBuilder
 from coordinator.streams import NothingToSay
 from coordinator.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ class Generation:
         self._echo: Echo | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out = ResponseWriter(send)
+        out = ResponseWriter(send, scope["state"].get(CONNECTION))
         limits = self._kitchen.limits
         try:
             body = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
@@ -242,6 +243,8 @@ class Generation:
         )
         data = b"".join([shape.begin(choice) for choice in range(len(answers))])
         begun = self._echo.begin() if self._echo else []
+        plain = job.tools is None and self._echo is None and all(answer.plain for answer in answers)
+        relay = Relay(answers, shape, meter, self._kitchen.pacing, self._prompt_tokens, out)
         unfinished = len(answers)
         while unfinished:
             choice, shown = await self._next(stream, job)
@@ -264,6 +267,8 @@ class Generation:
                 data = b""
             if shown and answers[choice].completion_tokens:
                 meter.token_out(time.monotonic(), choice)
+                if plain:
+                    stream.relay(relay.take)
         self._finished()
 
     async def _hold(self, job: Job, stream: TokenStream) -> None:

@@ -206,10 +206,12 @@ class Metrics:
 
 @dataclass(slots=True)
 class _Pace:
-    """When the tokens of one choice went out."""
+    """Of one choice: how many tokens came, the first of them when, and when the first and the last went out."""
 
-    first_s: float
-    last_s: float
+    tokens: int = 0
+    first_came_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
 
 
 class RequestMeter:
@@ -226,8 +228,6 @@ class RequestMeter:
         self._worst_gap_s: float | None = None
         self._started_s = started_s
         self._paces: dict[int, _Pace] = {}
-        self._tokens_by_choice: dict[int, int] = {}
-        self._first_came_s: dict[int, float] = {}  # by choice, until its second token comes
         self._ended = False
         self.first_token_s: float | None = None
         self.num_tokens = 0
@@ -242,17 +242,24 @@ class RequestMeter:
             self._metrics.prompt_tokens.labels(self._tier).inc(prompt_tokens)
         if count <= 0:
             return None
-        gap_s = None
         self.num_tokens += count
-        before = self._tokens_by_choice.get(choice, 0)
-        if before == 0:
-            self._first_came_s[choice] = now_s
-        if before < 2 <= before + count:
-            gap_s = now_s - self._first_came_s.pop(choice)
-            self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
-        self._tokens_by_choice[choice] = before + count
         self._tokens.accepted += count
+        pace = self._pace(choice)
+        before = pace.tokens
+        pace.tokens += count
+        if before == 0:
+            pace.first_came_s = now_s
+        if before >= 2 or pace.tokens < 2:
+            return None
+        gap_s = now_s - pace.first_came_s
+        self._metrics.observe(self._metrics.handover_gap, self._tier, gap_s)
         return gap_s
+
+    def _pace(self, choice: int) -> _Pace:
+        pace = self._paces.get(choice)
+        if pace is None:
+            pace = self._paces[choice] = _Pace()
+        return pace
 
     def token_out(self, now_s: float, choice: int = 0) -> None:
         """A token's text was written, or arrived where the answer is sent whole."""
@@ -261,13 +268,14 @@ class RequestMeter:
             took_s = now_s - self._started_s
             self._metrics.observe(self._metrics.ttft, self._tier, took_s)
             self._metrics.judge(self._tier, "ttft", took_s, self._targets.ttft_s)
-        pace = self._paces.get(choice)
-        if pace is None:
-            self._paces[choice] = _Pace(now_s, now_s)
+        pace = self._pace(choice)
+        if pace.first_s is None:
+            pace.first_s = pace.last_s = now_s
             return
         gap_s = max(0.0, now_s - pace.last_s)
         self._tokens.gap(gap_s)
-        self._worst_gap_s = max(gap_s, self._worst_gap_s or 0.0)
+        if self._worst_gap_s is None or gap_s > self._worst_gap_s:
+            self._worst_gap_s = gap_s
         pace.last_s = now_s
 
     def end(self, reason: str, now_s: float) -> None:
@@ -281,7 +289,8 @@ class RequestMeter:
         if self._worst_gap_s is not None:
             self._metrics.judge(self._tier, "itl", self._worst_gap_s, self._targets.itl_s)
         self._metrics.observe(self._metrics.e2e, self._tier, now_s - self._started_s)
-        later_tokens = sum(count - 1 for count in self._tokens_by_choice.values())
-        if self._paces and later_tokens:
-            spent_s = sum(pace.last_s - pace.first_s for pace in self._paces.values())
+        later_tokens = sum(pace.tokens - 1 for pace in self._paces.values() if pace.tokens)
+        spent = [pace.last_s - pace.first_s for pace in self._paces.values() if pace.first_s is not None]
+        if spent and later_tokens:
+            spent_s = sum(spent)
             self._metrics.observe(self._metrics.tpot, self._tier, spent_s / later_tokens)

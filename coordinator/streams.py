@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from common.errors import KvferryError
 from common.request import RequestId, TokenLogprobs
 from coordinator.front import Delta
-from coordinator.gateway import TokenDelta
+from coordinator.gateway import TakeToken, TokenDelta
 
 # What the objects of a delta take in this process, about: CPython 3.11's sizes, counted by tracemalloc.
 DELTA_BYTES = 130
@@ -33,7 +33,8 @@ class MailboxStream:
         self._on_stop = on_stop
         self._on_cancel = on_cancel
         self._deltas: deque[TokenDelta] = deque()
-        self._error: KvferryError | None = None
+        self._error: Exception | None = None
+        self._take_token: TakeToken | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._reader_asks = False
         self._bytes = 0
@@ -59,6 +60,9 @@ class MailboxStream:
         if not self._deltas and self._error is None:
             await asyncio.wait((self._ask(),), timeout=limit_s)
             self._reader_asks = False
+
+    def relay(self, take: TakeToken) -> None:
+        self._take_token = take
 
     def _ask(self) -> asyncio.Future[None]:
         """Done when there is something to take."""
@@ -91,6 +95,16 @@ class MailboxStream:
         self._bytes = 0
 
     def put(self, choice: int, delta: Delta) -> None:
+        if self._take_token is not None and self._reader_asks and not self._deltas and _is_plain(delta):
+            try:
+                if self._take_token(choice, delta.ids[0]):
+                    return
+            except (
+                Exception
+            ) as error:  # the reader's own, who hears of it: nobody else's tokens are held up by it
+                self._error = self._error or error
+                self._wake()
+                return
         cached_tokens = self._cached_tokens.get(choice, 0)
         if delta.cached_tokens is not None and delta.cached_tokens > cached_tokens:
             cached_tokens = self._cached_tokens[choice] = delta.cached_tokens
@@ -117,6 +131,17 @@ class MailboxStream:
             self._waiter.set_result(None)
 
 
+def _is_plain(delta: Delta) -> bool:
+    """One more token and nothing else, as nearly all are."""
+    return (
+        delta.finish is None
+        and delta.logprobs is None
+        and delta.cached_tokens is None
+        and len(delta.ids) == 1
+        and not delta.prompt_logprobs
+    )
+
+
 def _size(delta: TokenDelta) -> int:
     size = DELTA_BYTES + ID_BYTES * len(delta.ids)
     if delta.logprobs or delta.prompt_logprobs:
@@ -140,6 +165,9 @@ class NothingToSay:
 
     async def wait(self, limit_s: float) -> None:
         """All is there."""
+
+    def relay(self, take: TakeToken) -> None:
+        """No token will come."""
 
     def stop(self, choice: int) -> None:
         """Each has ended with its delta."""

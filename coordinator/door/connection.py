@@ -34,6 +34,8 @@ from coordinator.errors_http import HeadTooLarge, code_of, error_headers, error_
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_PIPELINED = 16
+CONNECTION = "kvferry.connection"
+"""In the state of a request's scope while it is being answered: the connection itself."""
 DROPPED = "kvferry.dropped"
 """Set in the state of a request's scope when we cut its connection; absent when the client closed it."""
 
@@ -115,7 +117,13 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        self._let_go()
         super().connection_lost(exc)
+
+    def _let_go(self) -> None:
+        """Else the two would hold each other until the collector comes."""
+        if self._running is not None:
+            self._running.scope["state"].pop(CONNECTION, None)
 
     def end(self, reason: str) -> None:
         """Cuts it; what was not yet taken is lost."""
@@ -171,9 +179,11 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope["state"][CONNECTION] = self
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        self._let_go()
         super().on_response_complete()
         if self._between_requests() and not self.transport.is_closing():
             self._all.idle[self] = None
@@ -224,6 +234,20 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     # ------------------------------------------------------------ answers
+
+    @property
+    def takes_chunks(self) -> bool:
+        """More of the answer that is under way could be written without waiting."""
+        cycle = self._running
+        return (
+            cycle is not None
+            and cycle.chunked_encoding is True
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+        )
+
+    def write_chunk(self, data: bytes) -> None:
+        """More of it, byte for byte as uvicorn writes it: only while it `takes_chunks`."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def pause_writing(self) -> None:
         super().pause_writing()

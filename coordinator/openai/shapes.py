@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 
 from common.request import TokenLogprobs
@@ -76,9 +77,13 @@ class ChunkShape:
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         if piece.text and not piece.tokens:
-            before, after = self._around_text.get(choice) or self._prepare(choice)
-            return before + _dumps(piece.text).encode() + after
+            return self.text(choice, piece.text)
         return self._chunk(self._choice(choice, piece.text, self._logprobs(piece.tokens), piece.finish))
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The chunk of a piece that is text alone, where no tools may be called."""
+        before, after = self._around_text.get(choice) or self._prepare(choice)
+        return before + encode_basestring(text).encode() + after
 
     def _prepare(self, choice: int) -> tuple[bytes, bytes]:
         """What every chunk of text of this choice has before and after the text."""

@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.door.connection import CONNECTION
 from coordinator.door.front_door import ASGIApp
 
 
@@ -28,6 +29,15 @@ class Reply:
         assert (done, end) == ("data: [DONE]", "")
         assert all(block.startswith("data: ") for block in blocks), blocks
         return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+class _Chunks:
+    """What a connection does for a stream that has begun."""
+
+    takes_chunks = True
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.write_chunk = parts.append
 
 
 async def post(app: ASGIApp, path: str, body: dict[str, Any] | bytes) -> Reply:
@@ -62,6 +72,7 @@ async def post(app: ASGIApp, path: str, body: dict[str, Any] | bytes) -> Reply:
         "headers": [(b"host", b"x")],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
+        "state": {CONNECTION: _Chunks(parts)},
     }
     await app(scope, receive, send)
     return Reply(status, b"".join(parts))

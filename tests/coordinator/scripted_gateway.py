@@ -20,7 +20,7 @@ from common.request import Request, RequestId, TokenLogprobs, unpack_ids
 from coordinator.door.http_server import listen, make_server
 from coordinator.door.limits import Limits
 from coordinator.errors_http import Conflict
-from coordinator.gateway import TokenDelta
+from coordinator.gateway import TakeToken, TokenDelta
 from coordinator.metrics import Metrics
 from coordinator.worker_metrics import WorkerSnapshot
 
@@ -76,8 +76,23 @@ class ScriptedStream:
         both = zip(requests, scripts, strict=True)
         self._live = {index: _Choice(request, script) for index, (request, script) in enumerate(both)}
         self._slept_s = 0.0
+        self._take_token: TakeToken | None = None
+
+    def relay(self, take: TakeToken) -> None:
+        self._take_token = take
 
     async def next(self) -> TokenDelta:
+        """Of plain tokens every fourth comes by here though it could be relayed, as where a socket is full."""
+        while True:
+            delta = await self._next()
+            said_more = delta.finish or delta.logprobs or delta.prompt_logprobs or delta.cached_tokens
+            if self._take_token is None or said_more or len(delta.ids) != 1:
+                return delta
+            if self._gateway.deltas_taken % 4 == 0 or not self._take_token(delta.choice, delta.ids[0]):
+                return delta
+            self._gateway.deltas_relayed += 1
+
+    async def _next(self) -> TokenDelta:
         assert self._live, "asked for more after the end"
         index, choice = next(iter(self._live.items()))
         script = choice.script
@@ -143,6 +158,7 @@ class ScriptedGateway:
     cancelled: list[tuple[RequestId, str, float]] = field(default_factory=list)
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
     deltas_taken: int = 0
+    deltas_relayed: int = 0
     drained: list[tuple[str, float]] = field(default_factory=list)
     changed: list[tuple[str, Role, float]] = field(default_factory=list)
     conflict: str = ""

@@ -311,6 +311,7 @@ def test_a_character_in_every_way_it_splits_and_cut_anywhere(asked: Asked, cutte
                     cases.append(Case(ids[:kept], "length", logprobs=logprobs, group=group))
     assert any(len(case.ids) == 4 for case in cases)
     check_all(asked, cases)
+    assert asked.gateway.deltas_relayed > 20, "the short way was not gone"
 
 
 def test_any_settings_together(asked: Asked, cutter: Cutter) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from common.errors import DeadlinePassed
+from common.errors import DeadlinePassed, RequestFailed
 from common.messages import FinishReason, TokenRow, Tokens
 from common.request import Attempt, RequestId, TokenLogprobs
 from coordinator.front import Delta, Front
@@ -56,6 +56,53 @@ def test_a_reader_that_asks_is_not_slow_however_much_comes_at_once() -> None:
         for _ in range(99):
             await stream.next()
         assert stream.waiting_bytes == 0
+
+    asyncio.run(story())
+
+
+def test_a_plain_token_that_is_waited_for_is_relayed_and_none_overtakes_another() -> None:
+    async def story() -> None:
+        stream, taken, room = mailbox([]), [], True
+
+        def take(_: int, token_id: int) -> bool:
+            if room:
+                taken.append(token_id)
+            return room
+
+        stream.relay(take)
+        stream.put(0, delta(0, None))  # nobody waits for it
+        assert (await stream.next()).ids == (70_000,)
+        reading = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        for index in (1, 2):
+            stream.put(0, delta(index, None))
+        assert taken == [70_001, 70_002] and not reading.done()
+        room = False
+        stream.put(0, delta(3, None))
+        room = True
+        stream.put(0, delta(4, None))  # behind one that waits
+        assert (await reading).ids == (70_003,) and (await stream.next()).ids == (70_004,)
+        reading = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.put(0, delta(5, 2))
+        assert (await reading).logprobs is not None and taken == [70_001, 70_002]
+
+    asyncio.run(story())
+
+
+def test_what_the_relay_raises_its_own_reader_hears() -> None:
+    async def story() -> None:
+        stream = mailbox([])
+
+        def fails(choice: int, token_id: int) -> bool:
+            raise RequestFailed(f"{choice}: {token_id}")
+
+        stream.relay(fails)
+        reading = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.put(0, delta(0, None))
+        with pytest.raises(RequestFailed, match="0: 70000"):
+            await reading
 
     asyncio.run(story())
 
