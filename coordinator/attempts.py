@@ -89,6 +89,8 @@ class Attempts:
         phase = LIVE_PHASES.get(word)
         if phase is None:
             return
+        if phase is tracked.life.phase and (tracked.handed_over or tracked.prefill is None):
+            return  # as a heartbeat says of nearly all
         if tracked.prefill is not None and worker == tracked.decode != tracked.prefill:
             if phase in (Phase.QUEUED, Phase.KV_READY):
                 return  # a transfer under way

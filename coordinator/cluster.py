@@ -37,8 +37,6 @@ from common.messages import (
     Rebind,
     Refused,
     Register,
-    Registered,
-    RegistrationRefused,
     Sender,
     Started,
     Stop,
@@ -53,7 +51,8 @@ from coordinator.intake import Intake
 from coordinator.lost_tokens import LostTokens
 from coordinator.placing import Placing
 from coordinator.queue import WaitingQueue
-from coordinator.registry import Registry, name_taken
+from coordinator.registrations import Registrations
+from coordinator.registry import Registry
 from coordinator.router import Router
 from coordinator.targets import Targets
 from coordinator.tracker import Tracked, Tracker
@@ -106,6 +105,7 @@ class Cluster:
         self.notices: deque[str] = deque(maxlen=256)
         """For the log of whoever drives this; to be cleared by it."""
         self.departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
+        self._registrations = Registrations(registry, self.departures, self.counters, self.notices)
         self._forecaster = Forecaster(queue, self.tracker, router, self._placing)
         admission = Admission(
             registry, queue, self._dispatcher, self._placing, self._forecaster, refuse_late=refuse_late
@@ -142,8 +142,9 @@ class Cluster:
     def _progress(self, message: Progress, now: float) -> list[Effect]:
         """Over one row we may err: that must not cost the others their tokens."""
         effects: list[Effect] = []
+        decoding, get, served = Phase.DECODING, self.tracker.get, self._dispatcher.served
         for request_id, first, ids in message.rows:
-            tracked = self.tracker.get(request_id)
+            tracked = get(request_id)
             if tracked is None:
                 continue
             try:
@@ -152,7 +153,7 @@ class Cluster:
                     if not first:
                         self._first_token(tracked, now)
                     self._attempts.prompt_done(tracked, now)
-                elif tracked.life.phase is not Phase.DECODING:
+                elif tracked.life.phase is not decoding:
                     if first == 1 and tracked.prefill is not None:
                         self._placing.gaps.add(now - tracked.first_token_at)
                     self._attempts.token_came(tracked, now)
@@ -160,7 +161,7 @@ class Cluster:
                 effects += self._fault(tracked.key, error, now)
                 continue
             tracked.outputs += ids
-            self._dispatcher.served(tracked, len(ids))
+            served(tracked, len(ids))
             tracked.fruitless = 0
             tracked.seen_at = now
         for key in message.gaps:
@@ -209,7 +210,8 @@ class Cluster:
         worker_id = WorkerId(sender.name)
         match message:
             case Register():
-                return self._register(message, sender, now)
+                self._dispatcher.room_made = True
+                return self._registrations.hear(message, sender, now)
             case Heartbeat():
                 return self._heartbeat(message, sender, now)
         if self.registry.get(worker_id, sender.incarnation) is None:
@@ -222,39 +224,6 @@ class Cluster:
                 return self._about_attempt(message, worker_id, now)
         self._late(message)
         return []
-
-    def _register(self, message: Register, sender: Sender, now: float) -> list[Effect]:
-        worker_id = WorkerId(sender.name)
-        before = self.registry.get(worker_id)
-        effects: list[Effect] = []
-        if before is not None and not before.lost and before.incarnation > sender.incarnation:
-            self._late(message)  # incarnations rise: this life is over, and must not put out the present one
-            return [ToWorker(worker_id, name_taken(before, sender))]
-        limit = self.registry.max_model_len()
-        answer = self.registry.register(message, sender, now)  # who is refused puts out nobody either
-        self._note_registration(worker_id, message, answer, limit)
-        worker = self.registry.get(worker_id, sender.incarnation)
-        if isinstance(answer, Registered) and worker is not None:
-            effects = self.departures.replaced(worker, before, now)
-        self._dispatcher.room_made = True
-        return [*effects, ToWorker(worker_id, answer)]
-
-    def _note_registration(
-        self,
-        worker_id: WorkerId,
-        card: Register,
-        answer: Registered | RegistrationRefused,
-        limit_before: int | None,
-    ) -> None:
-        if isinstance(answer, RegistrationRefused):
-            difference = f"its {answer.field} is {answer.theirs}, here it is {answer.ours}"
-            self.notices.append(f"{card.role} worker {worker_id} refused: {difference}")
-        else:
-            notice = f"{card.role} worker {worker_id} registered, process {card.pid} on {card.host}"
-            if limit_before is not None and answer.max_model_len < limit_before:
-                fall = f"{limit_before} to {answer.max_model_len} tokens"
-                notice += f"; the longest prompt and answer together fall from {fall}: its pool is smaller"
-            self.notices.append(notice)
 
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""

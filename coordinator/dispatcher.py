@@ -62,6 +62,7 @@ class Dispatcher:
         self.room_made = True
         self._wall: Rank | None = None
         """Where the last walk stopped because too many had no room: nobody behind it is looked at."""
+        self._full = False  # it found every batch full: nobody is looked at until room is made
 
     @property
     def idle(self) -> bool:
@@ -73,6 +74,8 @@ class Dispatcher:
     def enqueue(self, tracked: Tracked, now: float) -> None:
         entry = self._entry(tracked, now)
         self._queue.push(entry)
+        if self._full:
+            return
         rank = None if self._wall is None else self._queue.rank(entry, MAX_BLOCKED)
         if self._wall is None or (rank is not None and rank < self._wall):
             self.room_made = True
@@ -115,6 +118,10 @@ class Dispatcher:
         """Gives out what workers have room for."""
         effects: list[Effect] = []
         while self.room_made and not self._queue.empty:
+            self._full = self._placing.full
+            if self._full:
+                self.room_made = False
+                break
             effects += self._walk_queue(now)
         return effects
 
@@ -148,9 +155,13 @@ class Dispatcher:
                 effects += self._dispatch(tracked, *pair, now)
                 for blocked in passed:
                     blocked.passes += 1
+                self._full = self._placing.full
+                if self._full:
+                    break
         for entry in given:
             self._queue.give_out(entry, now)
-        self.room_made = not passed and looked_at == LOOK_AHEAD  # there may be more, and room for it
+        # There may be more, and room for it.
+        self.room_made = not self._full and not passed and looked_at == LOOK_AHEAD
         return effects
 
     def _wanted(self) -> Callable[[Entry], bool]:

@@ -305,6 +305,14 @@ class Placing:
 
     # ------------------------------------------------------------ room in a batch
 
+    @property
+    def full(self) -> bool:
+        """No decode worker has a row for anybody: whoever is asked about, `pick` says "later"."""
+        for worker in self._registry.usable("decode"):
+            if len(self._router.rows(worker.id)) < worker.card.max_num_seqs:
+                return False
+        return True
+
     def _with_room(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Worker]:
         itls_s = self._better(tracked.lane[0], now)
         return [w for w in workers if self.rows_free(tracked, w, itls_s) > 0]

@@ -222,7 +222,7 @@ class Registry:
 
     def usable(self, role: Role) -> list[Worker]:
         """Live workers that take new requests."""
-        return [w for w in self.live(role) if not w.draining]
+        return [w for w in self._workers.values() if w.card.role == role and not (w.lost or w.draining)]
 
     def drain(self, worker: Worker, until: float) -> None:
         """It takes no new requests from now on. Asked again, the earlier deadline counts."""

@@ -109,6 +109,24 @@ def test_affinity_outranks_neither_load_nor_room_nor_liveness() -> None:
 # ---------------------------------------------------------------- rows and ITL targets
 
 
+def test_who_came_while_every_batch_was_full_gets_the_next_rows_in_order() -> None:
+    bench = known("p0", "d0")
+    for number in range(20):
+        bench.submit(request(f"r{number}", 4))
+    assert dispatched(bench.told) == [f"r{number}" for number in range(8)]
+    for ended, next_one in (("r3", "r8"), ("r8", "r9")):
+        assert dispatched(bench.front(RequestFinished(RequestId(ended), "stop"))) == [next_one]
+    bench.told.clear()
+    bench.join("d1")
+    assert dispatched(bench.told) == [f"r{number}" for number in range(10, 18)]
+    bench.submit(request("better", 4, priority=-1))
+    assert dispatched(bench.front(RequestFinished(RequestId("r9"), "stop"))) == ["better"]
+
+
+def dispatched(told: list[tuple[str, Message]]) -> list[str]:
+    return [command.id for _, command in told if isinstance(command, Prefill)]
+
+
 def rows_given(bench: ClusterBench, tier: str, count: int, priority: int = 0) -> int:
     """How many of so many that are asked for find a row."""
     given = 0
