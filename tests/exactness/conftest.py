@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from common.request import SamplingParams
+from kernels.cache import dtype_name
 from kernels.model import CausalModel
 from kernels.runner import load_runner
 from tests.exactness.real_cluster import BLOCK, THREADS, Ask, Said, collocated
@@ -17,7 +20,7 @@ from tests.exactness.real_cluster import BLOCK, THREADS, Ask, Said, collocated
 CHUNK = 128
 LENGTHS = (
     *(1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK),
-    *(CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 1000),
+    *(CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 600),
 )
 OUTPUTS = 8
 LICENSE = Path(__file__).parents[2] / "LICENSE"
@@ -28,15 +31,6 @@ def text_ids(smollm2_dir: Path) -> list[int]:
     """Real text as token ids: 2,000 and more."""
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     return list(tokenizer.encode(LICENSE.read_text(), add_special_tokens=False).ids)
-
-
-@pytest.fixture(scope="session", params=["bfloat16", "float32"])
-def model(request: pytest.FixtureRequest, smollm2_dir: Path) -> Iterator[CausalModel]:
-    threads_before = torch.get_num_threads()
-    yield load_runner(
-        str(smollm2_dir), dtype=request.param, device="cpu", num_blocks=1, threads=THREADS
-    ).model
-    torch.set_num_threads(threads_before)
 
 
 class Oracle:
@@ -54,9 +48,37 @@ class Oracle:
         return [self._known[ask] for ask in asks]
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model: CausalModel
+    oracle: Oracle
+
+
+Load = Callable[[str], Loaded]
+
+
 @pytest.fixture(scope="session")
-def oracle(model: CausalModel) -> Oracle:
-    return Oracle(model)
+def load(smollm2_dir: Path) -> Iterator[Load]:
+    """By dtype, each once and kept, in whatever order tests ask: what an oracle knows took it ten seconds."""
+    threads_before = torch.get_num_threads()
+
+    @cache
+    def loaded(dtype: str) -> Loaded:
+        runner = load_runner(str(smollm2_dir), dtype=dtype, device="cpu", num_blocks=1, threads=THREADS)
+        return Loaded(runner.model, Oracle(runner.model))
+
+    yield loaded
+    torch.set_num_threads(threads_before)
+
+
+@pytest.fixture(scope="session", params=["bfloat16", "float32"])
+def model(request: pytest.FixtureRequest, load: Load) -> CausalModel:
+    return load(request.param).model
+
+
+@pytest.fixture(scope="session")
+def oracle(model: CausalModel, load: Load) -> Oracle:
+    return load(dtype_name(model.dtype)).oracle
 
 
 def greedy(max_tokens: int = OUTPUTS) -> SamplingParams:

@@ -21,6 +21,8 @@ from kernels.runner import ModelRunner
 from transfer.isolating import IsolatingSteps
 
 BLOCK = 16
+POOL = 192
+"""Blocks: 3,072 tokens. Every page of a pool is touched when it is made, which takes longer than many of these runs."""
 THREADS = 1  # with more, threads that wait for each other make the tests crawl on a busy machine
 LIMIT_S = 3600.0  # virtual: nothing here takes so long unless it hangs
 
@@ -156,21 +158,21 @@ def said(answer: Answer) -> Said:
 
 
 def pools(
-    model: CausalModel, *, chunk: int = 512, decode: int = 1, decode_blocks: int = 480, caching: bool = True
+    model: CausalModel, *, chunk: int = 512, decode: int = 1, decode_blocks: int = POOL, caching: bool = True
 ) -> RealCluster:
     """One prefill worker and `decode` decode workers."""
     return RealCluster(
         model,
         prefill=1,
         decode=decode,
-        prefill_shape=Shape(480, BLOCK, 32, chunk, caching),
+        prefill_shape=Shape(POOL, BLOCK, 32, chunk, caching),
         decode_shape=Shape(decode_blocks, BLOCK, 32, chunk, caching),
         max_model_len=2048,
     )
 
 
 def collocated(
-    model: CausalModel, *, chunk: int = 512, decode: int = 1, blocks: int = 480, caching: bool = True
+    model: CausalModel, *, chunk: int = 512, decode: int = 1, blocks: int = POOL, caching: bool = True
 ) -> RealCluster:
     """Decode workers alone, which prefill by themselves."""
     return RealCluster(

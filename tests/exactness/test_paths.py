@@ -32,7 +32,11 @@ def test_the_oracle_itself_says_something(asks: list[Ask], oracle: Oracle) -> No
     assert all(answer.end == "length" for answer in answers)
 
 
-@pytest.mark.parametrize("chunk", [32, 128, 512])
+@pytest.mark.parametrize(
+    ("model", "chunk"),
+    [("bfloat16", 32), ("bfloat16", 128), ("bfloat16", 512), ("float32", 128)],
+    indirect=["model"],
+)
 def test_BR_028_both_pools_in_any_chunks_cold_then_warm(
     chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle
 ) -> None:
@@ -42,21 +46,21 @@ def test_BR_028_both_pools_in_any_chunks_cold_then_warm(
 
     hits = cluster.counted("prefill-0", "prefix_cache_hits_total")
     moved = cluster.counted("decode-0", "kv_transfer_bytes_total")
-    again = asks if chunk == 512 and model.dtype is torch.bfloat16 else asks[-4:]
+    again = asks if chunk == 512 else asks[-4:]
     check(again, cluster.together(again), oracle(again))
     assert cluster.counted("prefill-0", "prefix_cache_hits_total") > hits
     resent = cluster.counted("decode-0", "kv_transfer_bytes_total") - moved
     assert resent < moved / 4, "blocks that the decode worker holds are not sent again"
 
 
-def test_collocated_in_any_chunks(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
-    # In float32 the chunk sizes are compared through both pools, above: these would take half a minute.
-    for chunk in (32, 128, 512) if model.dtype is torch.bfloat16 else (128,):
-        cluster = collocated(model, chunk=chunk)
-        check(asks, cluster.together(asks), oracle(asks))
-        hits = cluster.counted("decode-0", "prefix_cache_hits_total")
-        check(asks[-2:], cluster.together(asks[-2:]), oracle(asks[-2:]))
-        assert cluster.counted("decode-0", "prefix_cache_hits_total") > hits
+@pytest.mark.parametrize(("model", "chunk"), [("bfloat16", 128), ("float32", 32)], indirect=["model"])
+def test_collocated_in_chunks(chunk: int, model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
+    """The oracle's are 512, each dtype's others are above."""
+    cluster = collocated(model, chunk=chunk)
+    check(asks, cluster.together(asks), oracle(asks))
+    hits = cluster.counted("decode-0", "prefix_cache_hits_total")
+    check(asks[-2:], cluster.together(asks[-2:]), oracle(asks[-2:]))
+    assert cluster.counted("decode-0", "prefix_cache_hits_total") > hits
 
 
 def test_alone_through_both_pools(model: CausalModel, asks: list[Ask], oracle: Oracle) -> None:
