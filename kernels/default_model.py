@@ -27,7 +27,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,7 +344,21 @@ def _write_tokenizer(reader: GGUFReader, path: Path) -> dict[str, Any]:
 
 @contextmanager
 def terminal_progress() -> Iterator[Progress]:
-    """A progress bar on stderr; where stderr is no terminal, one line per stage."""
+    """A progress bar on stderr; where stderr is no terminal, one line per stage. Made with the first word: to import
+    what draws it takes longer than to see that nothing is to be done, which is so at nearly every start."""
+    with ExitStack() as stack:
+        shown: list[Progress] = []
+
+        def show(stage: str, done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(_bars()))
+            shown[0](stage, done, total)
+
+        yield show
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress as Bars, TaskID, TextColumn, TimeElapsedColumn
 

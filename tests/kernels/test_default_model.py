@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,12 +50,13 @@ def test_the_folder_is_where_the_contract_says(monkeypatch: pytest.MonkeyPatch, 
     assert model_folder() == tmp_path / ".cache" / "kvferry" / "smollm2-135m-instruct"
 
 
-def test_it_prints_the_folder_and_is_quick_when_it_is_there(smollm2_dir: Path) -> None:
-    started_s = time.monotonic()
-    command = [sys.executable, "-m", "kernels.default_model"]
+def test_it_prints_the_folder_and_imports_little_when_it_is_there(smollm2_dir: Path) -> None:
+    """Every start of a service waits for it."""
+    command = [sys.executable, "-X", "importtime", "-m", "kernels.default_model"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout == f"{smollm2_dir}\n"
-    assert time.monotonic() - started_s < 3, "loads no torch when there is nothing to convert"
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "zipfile" in imported and not imported & {"torch", "numpy", "rich"}
 
 
 def test_files_of_the_folder(smollm2_dir: Path) -> None:
@@ -67,9 +69,13 @@ def test_files_of_the_folder(smollm2_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_config_and_template_equal_transformers_bit_for_bit(
-    smollm2_dir: Path, gguf_file: Path
+    smollm2_dir: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
+
+    # Their loader reads the whole file three times, and makes a table of names for each tensor anew.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
 
     reference = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
@@ -206,15 +212,15 @@ from kernels import default_model
 
 default_model.fetch_gguf = lambda scratch, progress: Path(sys.argv[2])
 
-def die_half_way(stage, done, total):
-    if stage.startswith("converting") and done == total:
+def die_on_the_way(stage, done, total):
+    if stage.startswith("converting") and 4 * done >= total:
         os.kill(os.getpid(), signal.SIGKILL)
 
-default_model.ensure_default_model(die_half_way, Path(sys.argv[1]))
+default_model.ensure_default_model(die_on_the_way, Path(sys.argv[1]))
 """
 
 
-def test_killed_half_way_then_two_at_once_make_it_whole_and_once(
+def test_killed_on_the_way_then_two_at_once_make_it_whole_and_once(
     smollm2_dir: Path, folder: Path, fetched: list[Path], gguf_file: Path
 ) -> None:
     command = [sys.executable, "-c", KILLED_WHILE_CONVERTING, str(folder), str(gguf_file)]
