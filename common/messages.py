@@ -50,7 +50,8 @@ class Sender:
 class PeerAddress:
     """Where a decode worker takes transfers: its control ROUTER, its data socket, and the channels that blocks may
     take, each with where a sender finds its end ("" where the data socket is all it needs). `blocks_at_once`: how many
-    one data message may hold; a worker of protocol 2.0 says nothing, and takes one."""
+    one data message may hold; a worker of protocol 2.0 says nothing, and takes one. `one_header`: they may share a
+    header (`Blocks`); a worker before 2.3 says nothing."""
 
     worker: Annotated[WorkerId, SHORT]
     incarnation: Incarnation
@@ -58,6 +59,7 @@ class PeerAddress:
     data: Endpoint
     channels: Annotated[dict[Word, Word], FEW] = field(default_factory=lambda: {"tcp": ""})
     blocks_at_once: Positive = 1
+    one_header: bool = False
 
 
 # ---------------------------------------------------------------- worker ↔ coordinator
@@ -253,6 +255,18 @@ class Block(AboutRequest):
     size: Count
     channel: ChannelName = "tcp"
     offset: Count = 0
+
+
+BlockRow = tuple[Annotated[RequestId, SHORT], Attempt, Count, Count, int, Count, Count]
+"""Of a `Block`: id, attempt, index, part, checksum, size, offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Message):
+    """One header for all blocks of a data message, over whose channel they come; a row is what `Block` says of one."""
+
+    channel: ChannelName
+    rows: Annotated[tuple[BlockRow, ...], FEW]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from common import front_messages, group_messages, messages
 from common.errors import ProtocolViolation
-from common.messages import AboutRequest, Decode, Message, Offer, Prefill, Sender, ShownPool, Tokens
+from common.messages import AboutRequest, Blocks, Decode, Message, Offer, Prefill, Sender, ShownPool, Tokens
 from common.prefix import HASH_BYTES
 from common.request import Incarnation
 from common.token_columns import columns_of, rows_of
 
 PROTOCOL_MAJOR = 2  # since 2 rows of tokens travel as columns
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 """2.1: a data message may hold several blocks, where the receiver's address says so. 2.2: loads hold a step
-model, requests weight, deadline and ITL target."""
+model, requests weight, deadline and ITL target. 2.3: blocks of a message may share a header, where the receiver's
+address says so."""
 MAX_MESSAGE_BYTES = 1 << 20
 
 _BASES = (Message, AboutRequest, ShownPool)
@@ -66,6 +67,8 @@ def encode(message: Message, sender: Sender) -> bytes:
     body: dict[str, Any]
     if isinstance(message, Tokens):
         body = {"seq": message.seq, "rows": columns_of(message.rows), "prompts": _plain(message.prompts)}
+    elif isinstance(message, Blocks):  # plain as they are
+        body = {"channel": message.channel, "rows": message.rows}
     else:
         body = _plain(message)
     envelope = {

@@ -1,9 +1,9 @@
 """A channel: how the bytes of a block get from a sender's pool into a receiver's hands.
 
 A header (`Block`) goes over the data socket in every case: which block, how long, its checksum, over which channel.
-Blocks that leave together share a message, in which each has its own header and is a block as any other: the protocol
-above (`sender.py`, `receiver.py`) knows each for itself as good, corrupt or doubled. What a channel adds is where the
-bytes are: beside the header (`tcp`), in the sender's mapped pool (`shm`), in its pool on a device, which the receiver's
+Blocks that leave together share a message (`data_messages.py`); each is a block as any other: the protocol above
+(`sender.py`, `receiver.py`) knows each for itself as good, corrupt or doubled. What a channel adds is where the bytes
+are: beside the header (`tcp`), in the sender's mapped pool (`shm`), in its pool on a device, which the receiver's
 device reads (`ipc`), or in a process group of the two (`gloo`, `nccl`). The protocol sees none of this.
 
 Which channel is a fact of two processes, not of a request: the sender tries its own in order of preference, those

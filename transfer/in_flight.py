@@ -18,11 +18,11 @@ class InFlight:
     def count(self, peer: WorkerId) -> int:
         return self._counts.get(peer, 0)
 
-    def add(self, peer: WorkerId, key: Key, index: int) -> None:
+    def add(self, peer: WorkerId, key: Key, indices: Iterable[int]) -> None:
         frames = self._by_peer.setdefault(peer, {}).setdefault(key, set())
-        if index not in frames:
-            frames.add(index)
-            self._counts[peer] = self._counts.get(peer, 0) + 1
+        before = len(frames)
+        frames.update(indices)
+        self._counts[peer] = self._counts.get(peer, 0) + len(frames) - before
 
     def arrived(self, peer: WorkerId, key: Key, indices: Iterable[int]) -> None:
         """Those of `indices` that are under way are no longer."""

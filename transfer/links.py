@@ -11,8 +11,8 @@ socket takes what is said on it and nothing else: a command comes from the coord
 answer only from the life of the worker that its way leads to, and what a prefill worker began nobody else of its name,
 or another life of it, can go on with or end (it is known by its identity: `peer_of`).
 Sends never block: what a full socket does not take is dropped and counted, and the protocol says it again.
-Every message is bounded in size by the socket (`sockets.py`) and checked (`inbox.py`). A data message is two frames
-for each of its blocks: the bytes, empty where the channel brings them in another way (`channel.py`), then the header.
+Every message is bounded in size by the socket (`sockets.py`) and checked (`inbox.py`). What a data message consists
+of: `data_messages.py`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ from common.messages import (
 from common.request import WorkerId
 from common.wire import MAX_MESSAGE_BYTES
 from transfer.addresses import bind
-from transfer.channel import Arrived, BlocksIn, Outbound, ReceivingEnd, SendingEnd
+from transfer.channel import BlocksIn, Outbound, ReceivingEnd, SendingEnd
 from transfer.cluster_key import ClusterKey
+from transfer.data_messages import HEADER_BYTES, blocks_in
 from transfer.fronts import Fronts
 from transfer.inbox import Inbox, Turns, identity, only, send
 from transfer.presence import Presence
@@ -71,7 +72,6 @@ from transfer.way import Way
 
 log = logging.getLogger(__name__)
 
-_HEADER_BYTES = 4096
 UNANSWERED_S = 3.0
 MAX_WAYS = 256  # two sockets each; more are not kept, and made again when they are needed
 
@@ -115,7 +115,7 @@ class Links:
         self._peers = self._sockets.listening(zmq.ROUTER, MAX_MESSAGE_BYTES, "transfer control")
         self._peers.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._peers.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to who has left is counted as unsent
-        self._data = self._sockets.listening(zmq.PULL, block_bytes + _HEADER_BYTES, "KV blocks")
+        self._data = self._sockets.listening(zmq.PULL, block_bytes + HEADER_BYTES, "KV blocks")
         self._fronts = Fronts(self._sockets)
         self._ways: dict[WorkerId, Way] = {}
         self._inbox = Inbox(counters)
@@ -152,6 +152,7 @@ class Links:
             str(replace(told, port=data_port)),
             {name: end.where for name, end in self._receiving.items()},
             BLOCKS_AT_ONCE,
+            one_header=True,
         )
 
     def start(
@@ -285,7 +286,7 @@ class Links:
         sockets: list[zmq.asyncio.Socket] = []
         try:
             where = f"{target.worker} at {target.data}"
-            sockets.append(self._sockets.calling(zmq.PUSH, _HEADER_BYTES, where, gave_up=presence.refused))
+            sockets.append(self._sockets.calling(zmq.PUSH, HEADER_BYTES, where, gave_up=presence.refused))
             sockets.append(self._dealer(f"{target.worker} at {target.control}", presence))
             data, control = sockets
             data.connect(target.data)
@@ -360,34 +361,12 @@ class Links:
         turns = Turns(lambda: self.computing())
         while True:
             frames = await turns.receive(self._data.recv_multipart(copy=False))
-            self._take_blocks(frames, deliver)
+            read = blocks_in(frames, self._inbox, self._receiving)
+            if read is not None:
+                sender, came = read
+                end = self._receiving[came[0][0].channel]
+                self._inbox.guard(end.take, sender, came, deliver)
             await turns.after_message()
-
-    def _take_blocks(self, frames: list[zmq.Frame], deliver: BlocksIn) -> None:
-        """A header that is not valid, or not of the first one's sender and channel, is dropped with its frame."""
-        if len(frames) % 2 or len(frames) > 2 * BLOCKS_AT_ONCE:
-            self._inbox.violated(ProtocolViolation(f"{len(frames)} frames where blocks with headers belong"))
-            return
-        came: list[Arrived] = []
-        sender: Sender | None = None
-        for frame, head in zip(frames[::2], frames[1::2], strict=True):
-            read = self._inbox.read(head.buffer, kinds=(Block,))
-            if read is None:
-                continue
-            one, header = read
-            assert isinstance(header, Block)
-            sender = sender or one
-            if one != sender or (came and header.channel != came[0][0].channel):
-                self._inbox.violated(ProtocolViolation("blocks of several in one message"))
-            elif header.channel not in self._receiving:
-                self._inbox.violated(
-                    ProtocolViolation(f"a block over {header.channel}, which was not offered")
-                )
-            else:
-                came.append((header, memoryview(frame.buffer)))
-        if sender is not None and came:
-            end = self._receiving[came[0][0].channel]
-            self._inbox.guard(end.take, sender, came, deliver)
 
     # ------------------------------------------------------------ inside
 

@@ -304,7 +304,7 @@ class TransferSender:
             out = turns.popleft()
             count = out.next_message(out.window_frames - self._in_flight.count(out.target.worker))
             if count:
-                effects += [self._send(out, out.to_send.popleft()) for _ in range(count)]
+                effects += self._send(out, [out.to_send.popleft() for _ in range(count)])
                 effects += self._hand_over_if_sent(out, now)
                 turns.append(out)
         return effects
@@ -341,12 +341,13 @@ class TransferSender:
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, out: Outgoing, index: int) -> Effect:
+    def _send(self, out: Outgoing, indices: list[int]) -> list[Effect]:
         if out.life.phase is TransferPhase.ACCEPTED:
             out.life.move(TransferPhase.SENDING)
-        self._in_flight.add(out.target.worker, out.key, index)
-        out.blocks_sent += 1
-        return SendBlock(out.target, out.key, index, out.blocks[index])
+        target, key = out.target, out.key
+        self._in_flight.add(target.worker, key, indices)
+        out.blocks_sent += len(indices)
+        return [SendBlock(target, key, index, out.blocks[index]) for index in indices]
 
     def _hand_over_if_sent(self, out: Outgoing, now: float) -> list[Effect]:
         accepted = out.life.phase in (TransferPhase.ACCEPTED, TransferPhase.SENDING)

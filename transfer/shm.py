@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from common.counters import Counters
 from common.messages import Block, PeerAddress, Segment, Sender
@@ -64,18 +64,23 @@ class _View:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self._whole = memoryview(memory)
 
     @contextmanager
     def of(self, headers: Sequence[Block]) -> Iterator[Sequence[Arrived]]:
         """All looks are over in the end: a mapping that is still looked at cannot be closed."""
-        with ExitStack() as views:
-            whole = views.enter_context(memoryview(self._memory))
-            found: list[Arrived] = []
-            for header in headers:
-                start, end = header.offset, header.offset + header.size
-                source = whole[start:end] if end <= len(whole) else whole[:0]
-                found.append((header, views.enter_context(source)))
-            yield found
+        whole = self._whole
+        ends = [header.offset + header.size for header in headers]
+        sources = [
+            whole[header.offset : end] if end <= len(whole) else whole[:0]
+            for header, end in zip(headers, ends, strict=True)
+        ]
+        try:
+            yield list(zip(headers, sources, strict=True))
+        finally:
+            for source in sources:
+                source.release()
 
     def close(self) -> None:
+        self._whole.release()
         self._memory.close()

@@ -21,8 +21,8 @@ import zmq.asyncio
 from common.counters import Counters
 from common.effects import BLOCKS_AT_ONCE
 from common.messages import Block, Message, Offer, PeerAddress, Sender
-from common.wire import encode
-from transfer.channel import HUNG_UP, Frame, Outbound, SendingEnd
+from transfer.channel import HUNG_UP, Outbound, SendingEnd
+from transfer.data_messages import frames_of
 from transfer.inbox import send, send_frames
 from transfer.presence import Presence
 
@@ -93,9 +93,8 @@ class Way:
             if self._end is None or not self._is_open:
                 self._counters.add("unsent_messages_total", float(len(some)), kind=Block.__name__)
                 continue
-            frames: list[Frame] = []
-            for header, frame in self._end.pack(self.address, some):
-                frames += (frame, encode(header, self._me))
+            packed = self._end.pack(self.address, some)
+            frames = frames_of(packed, self._me, one_header=self.address.one_header)
             if not send_frames(self._data, frames):
                 self._counters.add("unsent_messages_total", float(len(some)), kind=Block.__name__)
 

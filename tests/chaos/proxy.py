@@ -23,7 +23,18 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from common.errors import ProtocolViolation
-from common.messages import Block, Decode, Message, Offer, PeerAddress, Prefill, Rebind, Registered, Sender
+from common.messages import (
+    Block,
+    Blocks,
+    Decode,
+    Message,
+    Offer,
+    PeerAddress,
+    Prefill,
+    Rebind,
+    Registered,
+    Sender,
+)
 from common.wire import decode, encode
 from tests.chaos import zmtp
 from tests.chaos.rules import Passing, Rule, phases_of
@@ -256,10 +267,8 @@ class Proxy:
                 continue
             bodies.append(frame.body)
             if not frame.more:
-                for first in range(
-                    0, len(bodies), 2
-                ):  # several blocks go on one by one, each with its header
-                    await self._pass(connection, end, bodies[first : first + 2])
+                for one in _one_by_one(bodies):
+                    await self._pass(connection, end, one)
                 bodies = []
 
     async def _pass(self, connection: _Connection, end: _End, bodies: list[bytes]) -> None:
@@ -343,6 +352,21 @@ class Proxy:
         control = await self._relay(worker, target.worker, target.control)
         data = await self._relay(worker, target.worker, target.data)
         return replace(target, control=control, data=data)
+
+
+def _one_by_one(bodies: list[bytes]) -> list[list[bytes]]:
+    """Several blocks go on one by one, each with its own header, as workers before 2.3 send them."""
+    try:
+        sender, message = decode(bodies[-1])
+    except ProtocolViolation:
+        return [bodies]
+    if not isinstance(message, Blocks):
+        return [bodies[first : first + 2] for first in range(0, len(bodies), 2)]
+    frames = bodies[:-1] or [b""] * len(message.rows)
+    return [
+        [frame, encode(Block(*row[:6], message.channel, row[6]), sender)]
+        for frame, row in zip(frames, message.rows, strict=True)
+    ]
 
 
 def _write_late(end: _End, raw: bytes) -> None:

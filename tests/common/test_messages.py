@@ -16,6 +16,7 @@ from common.group_messages import Join, Published
 from common.messages import (
     Abort,
     Accept,
+    Blocks,
     DevicePool,
     Handover,
     Heartbeat,
@@ -112,6 +113,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "Accept": {"wanted": (0, 2), "credit_bytes": 10},
     "Block": {"index": 0, "part": 0, "checksum": (1 << 64) - 1, "size": 1000},
+    "Blocks": {
+        "channel": "shm",
+        "rows": ((ID, ATTEMPT, 0, 0, (1 << 64) - 1, 1000, 64000), (ID, ATTEMPT, 1, 0, 5, 9, 0)),
+    },
     "Segment": {"worker": "decode-0", "incarnation": 9, "size": 64000, "block_bytes": 1000},
     "DevicePool": {
         "worker": "decode-0",
@@ -170,7 +175,7 @@ def test_round_trip(name: str) -> None:
 def test_bytes_are_pinned() -> None:
     """The envelope and the field names are the protocol: a change here is a new version."""
     assert encode(Abort(ID, ATTEMPT, "left"), WHO) == (
-        b"\x87\xa1v\x92\x02\x02\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
+        b"\x87\xa1v\x92\x02\x03\xa1t\xa5Abort\xa4from\xa9prefill-0\xa3inc\x07"
         b"\xa2id\xa2r1\xa7attempt\x03\xa6reason\xa4left"
     )
 
@@ -237,6 +242,9 @@ def test_what_is_not_ours_is_refused(changes: dict[str, object]) -> None:
         Abort(RequestId("x" * 2000), ATTEMPT, ""),
         Join(WorkerId("decode-0"), Incarnation(9), 0, 0),
         Join(WorkerId("decode-0"), Incarnation(9), 1000, -1),
+        Blocks("tcp", ((ID, ATTEMPT, -1, 0, 5, 9, 0),)),
+        Blocks("tcp", ((ID, ATTEMPT, 1, 0, 5, 9, -9),)),
+        Blocks("tcp", ((ID, ATTEMPT, 1, 0, 5, 9, 0),) * 65),
         Published("k" * 1025, b""),
         Published("k", bytes(4097)),
         Tokens(1, (TokenRow(ID, ATTEMPT, -1, (5,)),)),

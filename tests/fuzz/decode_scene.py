@@ -16,6 +16,7 @@ from common.endpoints import Endpoint
 from common.messages import (
     Abort,
     Block,
+    Blocks,
     Decode,
     DevicePool as DevicePoolMessage,
     Drain,
@@ -162,7 +163,9 @@ async def decode_scene() -> AsyncIterator[Scene]:
         data = attackers.socket(zmq.PUSH, address.data)
         scene.doors = [
             Door("decode: peers", FROM_SENDERS, attackers.speaker(address.control), LIARS, takes_over),
-            Door("decode: data", (Block,), lambda n, frames: say(data, [bytes(BLOCK), *frames]), LIARS),
+            Door(
+                "decode: data", (Block, Blocks), lambda n, frames: say(data, [bytes(BLOCK), *frames]), LIARS
+            ),
             Door(
                 "decode: control",
                 FROM_COORDINATOR,

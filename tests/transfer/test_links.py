@@ -21,7 +21,6 @@ import zmq.asyncio
 import transfer.links
 import transfer.presence
 from common.counters import Counters
-from common.effects import BLOCKS_AT_ONCE
 from common.endpoints import Endpoint
 from common.messages import (
     Abort,
@@ -48,12 +47,6 @@ from transfer.tcp import TcpReceiving, TcpSending
 BLOCK_BYTES = 4096
 KEY = (RequestId("a"), Attempt(1))
 CANCEL = Cancel(*KEY, "x")
-_OLDER = (
-    WorkerId("decode-0"),
-    Incarnation(1),
-    "tcp://127.0.0.1:1",
-    "tcp://127.0.0.1:2",
-)  # says nothing of it
 _NOWHERE = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
 
 
@@ -73,7 +66,6 @@ class End:
         self.address = self.links.bind(Endpoint("127.0.0.1", None))
         self.heard: list[tuple[Message, str]] = []
         self.blocks: list[tuple[Block, bytes]] = []
-        self.messages = 0  # that blocks came in
         self.gone: list[str] = []
 
     def start(self, coordinator: str) -> None:
@@ -82,7 +74,6 @@ class End:
 
         def take(sender: Sender, came: Sequence[Arrived]) -> None:
             self.blocks += [(header, bytes(frame)) for header, frame in came if isinstance(frame, memoryview)]
-            self.messages += 1
 
         self.links.start(coordinator, hear, hear, take, self.gone.append)
 
@@ -151,61 +142,6 @@ def test_messages_and_blocks_arrive_whole_and_answers_find_their_way() -> None:
             d.links.to_sender(peer_of(p.me), Delivered(*KEY))
             await until(lambda: p.heard)
             assert p.heard == [(Delivered(*KEY), "decode-0")]
-
-    run(story())
-
-
-def test_blocks_share_messages_with_a_receiver_that_takes_several() -> None:
-    async def story() -> None:
-        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
-            assert d.address.blocks_at_once == BLOCKS_AT_ONCE
-            of_an_older_one = replace(d.address, blocks_at_once=PeerAddress(*_OLDER).blocks_at_once)
-            count = 2 * BLOCKS_AT_ONCE + 1
-            for target, messages in ((d.address, 3), (of_an_older_one, count)):
-                d.blocks.clear()
-                d.messages = 0
-                p.links.send_blocks(target, [(KEY, index, index % 4) for index in range(count)])
-                await until(lambda: len(d.blocks) == count)
-                assert [header.index for header, _ in d.blocks] == list(range(count))
-                assert d.messages == messages
-
-    run(story())
-
-
-def test_of_a_message_with_a_bad_header_the_other_blocks_arrive() -> None:
-    async def story() -> None:
-        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
-            p.links.send_blocks(d.address, [(KEY, 0, 0)])
-            await until(lambda: d.blocks)
-            data = next(iter(p.links._ways.values()))._data
-            good = [encode(replace(d.blocks[0][0], index=index), p.me) for index in (1, 2)]
-            stranger = encode(d.blocks[0][0], Sender("prefill-9", Incarnation(1)))
-            over_shm = encode(replace(d.blocks[0][0], channel="shm"), p.me)
-            frame = bytes(BLOCK_BYTES)
-            await data.send_multipart([frame, good[0], frame, b"junk", frame, good[1]])
-            await data.send_multipart([frame, good[0], frame, stranger, frame, over_shm])
-            await data.send_multipart([frame, good[0], frame])
-            await data.send_multipart([frame, good[1]])
-            await until(lambda: len(d.blocks) == 5)
-            assert [header.index for header, _ in d.blocks] == [0, 1, 2, 1, 2]
-            assert d.links._counters.values["protocol_violations_total"] == 4
-
-    run(story())
-
-
-def test_more_blocks_than_may_share_a_message_are_not_taken() -> None:
-    """All of them would be copied in one go, and no step decided meanwhile."""
-
-    async def story() -> None:
-        async with coordinator_and("prefill-0", "decode-0") as (_, _, (p, d)):
-            p.links.send_blocks(d.address, [(KEY, 0, 0)])
-            await until(lambda: d.blocks)
-            data = next(iter(p.links._ways.values()))._data
-            pair = [bytes(BLOCK_BYTES), encode(d.blocks[0][0], p.me)]
-            await data.send_multipart(pair * (BLOCKS_AT_ONCE + 1))
-            await data.send_multipart(pair * BLOCKS_AT_ONCE)
-            await until(lambda: len(d.blocks) == 1 + BLOCKS_AT_ONCE)
-            assert d.links._counters.values["protocol_violations_total"] == 1
 
     run(story())
 
