@@ -55,6 +55,7 @@ from common.request import (
 from kernels.block_bytes import copy_blocks
 from transfer.channel import Arrived, Pool as ChannelPool, store_wanted
 from transfer.cluster_key import ClusterKey, key_of
+from transfer.in_flight import WINDOW_BYTES
 from transfer.links import Links, peer_of
 from transfer.own_channels import OnDevice, receiving_ends, sending_ends
 from transfer.receiver import TransferReceiver
@@ -64,7 +65,6 @@ from transfer.sockets import keep_freed_memory
 
 AT_ONCE = 64  # blocks of one transfer: a prompt of about a thousand tokens
 BLOCK_TOKENS = 16
-WINDOW_BYTES = 8 << 20
 LOOK_S = 0.05  # between looks at deadlines
 ROUND_LIMIT_S = 60.0
 NOBODY = "tcp://127.0.0.1:1"  # where a coordinator would be

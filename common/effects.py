@@ -63,7 +63,7 @@ Effect = ToCoordinator | ToWorker | ToFront | ToReceiver | ToSender | SendBlock
 """`ToWorker` and the answers to a front come from the coordinator only, the others from workers only."""
 
 
-BLOCKS_AT_ONCE = 8
+BLOCKS_AT_ONCE = 16
 """In one message. Waking for each costs both ends more than a block's bytes do; a message is read when all of it is
 there, so that many more than keep both busy would only come later."""
 

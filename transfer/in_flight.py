@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from common.request import Key, WorkerId
 
+WINDOW_BYTES = 16 << 20
+"""To one peer. With blocks of 369 kB three messages: while one is copied another is packed, and one lies between."""
+
 
 class InFlight:
     def __init__(self) -> None:

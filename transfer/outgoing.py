@@ -43,7 +43,7 @@ class Outgoing:
     def next_message(self, room: int) -> int:
         """How many blocks go into a window with room for so many: what is ready, if it fits or the room is worth it.
 
-        Else each block's Credit would let just one block go, and no two would ever share a message again. A third of
+        Else each block's Credit would let just one block go, and no two would ever share a message again. A quarter of
         the window comes back even when the Credit of a message is lost."""
         ready = sum(index < self.computed for index in islice(self.to_send, BLOCKS_AT_ONCE))
-        return min(ready, room) if room >= min(ready, BLOCKS_AT_ONCE, max(1, self.window_frames // 3)) else 0
+        return min(ready, room) if room >= min(ready, BLOCKS_AT_ONCE, max(1, self.window_frames // 4)) else 0

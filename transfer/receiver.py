@@ -22,6 +22,7 @@ from common.effects import Effect, ToSender
 from common.lifecycle import TransferLife, TransferPhase
 from common.messages import Accept, Block, Credit, Handover, Nack, Revoke
 from common.request import Key, WorkerId
+from transfer.in_flight import WINDOW_BYTES
 
 _NEVER = float("inf")
 
@@ -50,7 +51,12 @@ class _Incoming:
 
 class TransferReceiver:
     def __init__(
-        self, *, block_bytes: int, window_bytes: int = 8 << 20, retry_s: float = 1.0, timeout_s: float = 45.0
+        self,
+        *,
+        block_bytes: int,
+        window_bytes: int = WINDOW_BYTES,
+        retry_s: float = 1.0,
+        timeout_s: float = 45.0,
     ) -> None:
         self._block_bytes = block_bytes
         self._window_bytes = window_bytes

@@ -48,7 +48,7 @@ from common.messages import (
 )
 from common.request import Key, WorkerId
 from transfer.cancelling import Cancellations
-from transfer.in_flight import InFlight
+from transfer.in_flight import WINDOW_BYTES, InFlight
 from transfer.outgoing import Outgoing
 
 MAX_NACKS = 2
@@ -85,7 +85,7 @@ class TransferSender:
         self,
         *,
         block_bytes: int,
-        window_bytes: int = 8 << 20,
+        window_bytes: int = WINDOW_BYTES,
         retry_s: float = 1.0,
         timeout_s: float = 30.0,
         patience_s: float = 120.0,

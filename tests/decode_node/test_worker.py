@@ -41,6 +41,7 @@ from tests.common.stepping import (
     prompt,
     request,
 )
+from transfer.in_flight import WINDOW_BYTES
 from transfer.receiver import TransferReceiver
 
 P = WorkerId("prefill-0")
@@ -137,7 +138,7 @@ KEY: Key = (A.request_id, attempt())
 def test_story_of_a_request() -> None:
     """1 offered, accepted  2 blocks  3 handed over: delivered, started, first token repeated  4 tokens  5 ended."""
     bench = Bench()
-    assert bench.offer(A) == [Accept(*KEY, (0, 1, 2), 8 << 20)]
+    assert bench.offer(A) == [Accept(*KEY, (0, 1, 2), WINDOW_BYTES)]
     bench.frames(A, [0, 1, 2])
     said = bench.hand_over(A)
     assert only(said, Delivered, Started) == [Delivered(*KEY), Started(*KEY, "decode_ready")]
