@@ -57,6 +57,7 @@ from coordinator.worker_metrics import WorkerSnapshot, snapshot_of
 from transfer.addresses import bind
 from transfer.cluster_key import ClusterKey
 from transfer.inbox import Inbox, Turns, identity, only, send
+from transfer.pulling import Pull
 from transfer.sockets import Sockets
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class ControlPlane:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._tasks: list[asyncio.Task[None]] = []
+        self._pull: Pull | None = None
         self._idle = asyncio.Event()
         self._system_fingerprint = ""
 
@@ -111,10 +113,8 @@ class ControlPlane:
     def start(self, control: Endpoint) -> str:
         """Binds the control ROUTER and begins to listen; its endpoint. Raises CannotBind."""
         port = bind(self._control, control, "--control")
-        self._tasks = [
-            asyncio.create_task(self._read_control()),
-            asyncio.create_task(self._read_tokens()),
-        ]
+        self._tasks = [asyncio.create_task(self._read_control())]
+        self._pull = Pull(self._tokens, self._hear_tokens)
         return str(replace(control, port=port))
 
     async def drain(self, timeout_s: float) -> None:
@@ -136,6 +136,8 @@ class ControlPlane:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._pull is not None:
+            self._pull.end()
         self._processes.close()
         for timer in (*self._limits.values(), *([self._timer] if self._timer else [])):
             timer.cancel()
@@ -295,13 +297,10 @@ class ControlPlane:
     def _process_ended(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self._carry_out(self._cluster.worker_died(worker, incarnation, time.monotonic()))
 
-    async def _read_tokens(self) -> None:
-        turns = Turns()
-        while True:
-            read = self._inbox.read(only(await turns.receive(self._tokens.recv_multipart())), kinds=(Tokens,))
-            if read is not None:
-                self._inbox.guard(self._take_tokens, read[1], read[0])
-            await turns.after_message()
+    def _hear_tokens(self, data: bytes) -> None:
+        read = self._inbox.read(data, kinds=(Tokens,))
+        if read is not None:
+            self._inbox.guard(self._take_tokens, read[1], read[0])
 
     def _take_tokens(self, tokens: Tokens, sender: Sender) -> None:
         if not self._knows(sender):
