@@ -48,13 +48,21 @@ _LEAVES = frozenset({int, str, bytes, float, bool, type(None)})
 
 def _plain(value: Any) -> Any:
     """Dataclasses as maps, field by field (dataclasses.asdict copies every leaf and takes four times as long)."""
-    if type(value) in _LEAVES:  # before the question that takes longest
+    if type(value) in _LEAVES:
         return value
-    if dataclasses.is_dataclass(value):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    names = _fields_of(type(value))
+    if names is not None:  # most are leaves: not worth a call each
+        return {
+            name: item if type(item := getattr(value, name)) in _LEAVES else _plain(item) for name in names
+        }
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return value
+
+
+@cache
+def _fields_of(cls: type) -> tuple[str, ...] | None:
+    return tuple(cls.__dataclass_fields__) if dataclasses.is_dataclass(cls) else None
 
 
 def longest_model_len(block_size: int) -> int:
