@@ -60,9 +60,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@cache
+_fields: dict[type, tuple[str, ...] | None] = {}
+
+
 def _fields_of(cls: type) -> tuple[str, ...] | None:
-    return tuple(cls.__dataclass_fields__) if dataclasses.is_dataclass(cls) else None
+    """None where it is no dataclass."""
+    try:
+        return _fields[cls]
+    except KeyError:
+        names = tuple(one.name for one in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+        return _fields.setdefault(cls, names)
 
 
 def longest_model_len(block_size: int) -> int:

@@ -21,11 +21,11 @@ class Pull:
     it reads until there are none. `end` it before the socket is closed."""
 
     def __init__(self, socket: zmq.asyncio.Socket, hear: Callable[[bytes], None]) -> None:
-        self._socket = zmq.Socket.shadow(socket)
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._hear = hear
         self._loop = asyncio.get_running_loop()
         self._ended = False
-        self._file = self._socket.getsockopt(zmq.FD)
+        self._file = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self._read)
         self._loop.call_soon(self._read)  # what is there already will not be told
 

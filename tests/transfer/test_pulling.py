@@ -15,7 +15,7 @@ def test_all_that_came_before_and_after_is_heard_in_order_and_timers_go_on() -> 
         context = zmq.asyncio.Context()
         pull = context.socket(zmq.PULL)
         port = pull.bind_to_random_port("tcp://127.0.0.1")
-        push = zmq.Socket.shadow(context.socket(zmq.PUSH))
+        push: zmq.Socket[bytes] = zmq.Socket.shadow(context.socket(zmq.PUSH))
         push.connect(f"tcp://127.0.0.1:{port}")
         heard: list[bytes] = []
         ticks = 0
