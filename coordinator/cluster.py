@@ -148,7 +148,8 @@ class Cluster:
             if tracked is None:
                 continue
             try:
-                assert first == len(tracked.outputs)
+                outputs = tracked.outputs
+                assert first == len(outputs)
                 if not tracked.prompt_done:
                     if not first:
                         self._first_token(tracked, now)
@@ -160,7 +161,7 @@ class Cluster:
             except Exception as error:
                 effects += self._fault(tracked.key, error, now)
                 continue
-            tracked.outputs += ids
+            outputs += ids
             served(tracked, len(ids))
             tracked.fruitless = 0
             tracked.seen_at = now

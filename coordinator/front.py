@@ -83,21 +83,23 @@ class Front:
         finished: list[Message] = []
         for prompt in tokens.prompts:
             self._prompt(prompt, deltas, progress, finished, now)
+        streams = self._streams
         for row in tokens.rows:
-            stream = self._streams.get(row.id)
+            request_id, first, ids = row.id, row.first, row.ids
+            stream = streams.get(request_id)
             if stream is None:
                 self.late_rows += 1
-            elif row.first == stream.next_index and not stream.early and row.finish is None:
+            elif first == stream.next_index and not stream.early and row.finish is None:
                 # What nearly every row is: the next tokens of a stream in order.
-                progress.append((row.id, row.first, row.ids))
-                stream.next_index += len(row.ids)
-                deltas.append(Delta(row.id, row.ids, row.logprobs, None, row.cached_tokens))
-            elif row.first > stream.next_index:
+                progress.append((request_id, first, ids))
+                stream.next_index = first + len(ids)
+                deltas.append(Delta(request_id, ids, row.logprobs, None, row.cached_tokens))
+            elif first > stream.next_index:
                 self._keep(stream, row, now)
             else:
                 self._take(stream, row, deltas, progress, finished)
                 if stream.early:
-                    self._take_early(row.id, stream, deltas, progress, finished)
+                    self._take_early(request_id, stream, deltas, progress, finished)
                     stream.early_since = now
         heard: list[Message] = [Progress(tuple(progress))] if progress else []
         return deltas, heard + finished
