@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from common.config import Tier
 from common.request import RequestId
+from coordinator.door.connection import CONNECTION
 from coordinator.first_token import FirstTokenPacing
 from coordinator.front import Delta
 from coordinator.http_api import create_app
@@ -110,6 +111,7 @@ def test_streams_of_a_tier_with_targets_are_even_and_others_are_as_they_come(tok
                     times.append(time.monotonic())
                 await send(message)
 
+            del scope["state"][CONNECTION]  # so that every token passes by here
             await app(scope, receive, stamped)
 
         body = {"model": "smol", "prompt": "x", "max_tokens": 3, "stream": True, "service_tier": tier}
