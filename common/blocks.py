@@ -47,11 +47,14 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with unknown content and one holder, or None when there are not so many."""
-        if count > self.available:
+        free, holders = self._free, self._holders
+        if count > len(free) + len(self._cached):
             return None
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for block in blocks:
-            self._holders[block] = 1
+        blocks = []
+        for _ in range(count):
+            block = free.pop() if free else self._evict()
+            holders[block] = 1
+            blocks.append(block)
         return blocks
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
@@ -73,10 +76,12 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder fewer for each. The tail of a sequence is evicted before its head, so hits stay long."""
+        all_holders = self._holders
         for block in reversed(blocks):
-            assert self._holders[block] > 0, f"block {block} released more often than held"
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
+            holders = all_holders[block] - 1
+            assert holders >= 0, f"block {block} released more often than held"
+            all_holders[block] = holders
+            if holders == 0:
                 if self._hash[block] is None:
                     self._free.append(block)
                 else:

@@ -29,10 +29,16 @@ def seed_hash(
 
 def extend_chain(chain: list[bytes], seed: bytes, tokens: Sequence[int], block_size: int) -> None:
     """Appends the hashes of the complete blocks of `tokens` that `chain` does not hold yet."""
-    for index in range(len(chain), len(tokens) // block_size):
-        parent = chain[-1] if chain else seed
-        block = tokens[index * block_size : (index + 1) * block_size]
-        chain.append(blake2b(parent + pack_ids(block), digest_size=HASH_BYTES).digest())
+    first = len(chain)
+    count = len(tokens) // block_size - first
+    if count <= 0:
+        return
+    parent = chain[-1] if chain else seed
+    size = 4 * block_size
+    packed = pack_ids(tokens[first * block_size : (first + count) * block_size])
+    for at in range(0, count * size, size):
+        parent = blake2b(parent + packed[at : at + size], digest_size=HASH_BYTES).digest()
+        chain.append(parent)
 
 
 def join_hashes(chain: Sequence[bytes]) -> bytes:

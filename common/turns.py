@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
 
 from common.ordering import AGEING_S, Lane, Place, Policy, due_at
 from common.sequence import Sequence
 from common.shares import IN_COST, OUT_COST, Shares
+
+_place = attrgetter("place")
+_served_at = attrgetter("served_at")
 
 
 class Turns:
@@ -109,15 +113,7 @@ class Turns:
         """Answer tokens since this was last called for them. Counted when somebody asks, or one leaves: for every token
         it would cost what a step may."""
         for seq in seqs:
-            new = seq.num_outputs - seq.charged_outputs
+            new = len(seq.tokens) - seq.prompt_len - seq.charged_outputs
             if new > 0:
                 seq.charged_outputs += new
                 self._shares.charge(seq.lane, OUT_COST * new / seq.request.weight)
-
-
-def _place(seq: Sequence) -> Place:
-    return seq.place
-
-
-def _served_at(seq: Sequence) -> float:
-    return seq.served_at
