@@ -83,12 +83,19 @@ class Forecast:
 
     def stay_within(self, seq: Sequence, others: Seq[Sequence], available: int) -> bool:
         """Whether `others` and `seq`, whose blocks are taken, can go on to their ends with so many blocks more."""
-        if not others or self._most_blocks((seq, *others)) <= available + sum(
-            len(one.blocks) for one in (seq, *others)
-        ):
+        if not others:
+            return True
+        seqs = (seq, *others)
+        in_reach = available + sum([len(one.blocks) for one in seqs])
+        if self._at_their_longest(seqs) < in_reach or self._most_blocks(seqs) <= in_reach:
             return True
         self._too_long, self._refused_for = min(self._too_long, len(seq.tokens)), 0
         return False
+
+    def _at_their_longest(self, seqs: Seq[Sequence]) -> float:
+        """Blocks that all would have together if each came to its `max_tokens` and stayed: no less than
+        `_most_blocks`, and asked first because it is told in a tenth of the time. (The one is for rounding.)"""
+        return sum([seq.max_len for seq in seqs]) / self._block_size + len(seqs) / 2 + 1
 
     def _most_blocks(self, seqs: Iterable[Sequence]) -> float:
         expected = self._lengths.expected
