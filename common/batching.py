@@ -138,9 +138,12 @@ class BatchingCore:
     def hash_prompt(self, seq: Sequence) -> list[bytes]:
         """Prefix hashes of the complete blocks of everything the sequence holds."""
         if self._shares(seq):
-            seq.seed = seq.seed or self._seed(seq.request)
-            extend_chain(seq.chain, seq.seed, seq.tokens, self.block_size)
+            self._extend_chain(seq)
         return seq.chain
+
+    def _extend_chain(self, seq: Sequence) -> None:
+        seq.seed = seq.seed or self._seed(seq.request)
+        extend_chain(seq.chain, seq.seed, seq.tokens, self.block_size)
 
     def _shares(self, seq: Sequence) -> bool:
         """Choices of one prompt share it also where prefix caching is off: they are one request to the user."""
@@ -175,6 +178,10 @@ class BatchingCore:
         seq.published = len(hits)
         return True
 
+    def lacks_block(self, seq: Sequence, ahead: int = 0) -> bool:
+        """Whether its tokens, and so many more that are on their way, do not all have room for their KV."""
+        return len(seq.tokens) + ahead > len(seq.blocks) * self.block_size
+
     def grow(self, seq: Sequence, ahead: int = 0) -> bool:
         """Makes room for the KV of every token the sequence holds, and of so many more that are on their way. False is
         "no block left"."""
@@ -189,14 +196,27 @@ class BatchingCore:
             self._growing.setdefault(seq.slot, []).extend(fresh)
         return True
 
+    def grow_by_one(self, seqs: Seq[Sequence]) -> bool:
+        """The same for sequences that lack one block each and have a slot, in one go: for all of them or for none."""
+        fresh = self.pool.allocate(len(seqs))
+        if fresh is None:
+            return False
+        joining, growing = self._joining, self._growing
+        for seq, block in zip(seqs, fresh, strict=True):
+            seq.blocks.append(block)
+            if seq.slot not in joining:
+                growing.setdefault(seq.slot, []).append(block)
+        return True
+
     def publish(self, seq: Sequence) -> None:
         """Offers the sequence's complete, computed blocks to the prefix cache."""
         complete = seq.num_computed // self.block_size
         if complete <= seq.published or not self._shares(seq):
             return
-        self.hash_prompt(seq)
+        self._extend_chain(seq)
+        publish, blocks, chain = self.pool.publish, seq.blocks, seq.chain
         for index in range(seq.published, complete):
-            self.pool.publish(seq.blocks[index], seq.chain[index])
+            publish(blocks[index], chain[index])
         seq.published = complete
 
     def free(self, seq: Sequence) -> None:
@@ -277,7 +297,7 @@ class BatchingCore:
             return None
         batch, self._batch = self._batch, Batch()
         batch.left, self._leaving = self._leaving, []
-        batch.grown = [(slot, blocks) for slot, blocks in self._growing.items()]
+        batch.grown = list(self._growing.items())
         batch.joined = [
             Joined(
                 slot, tuple(seq.tokens), seq.prompt_len, tuple(seq.blocks), seq.request.sampling, seq.scored
@@ -301,23 +321,43 @@ class BatchingCore:
             self._taken, self._taken_joining = None, {}
         return was_out
 
-    def take_back(self, batch: Batch) -> None:
-        """A batch is computed. What ended meanwhile gives its blocks back; the others have more tokens with KV."""
-        block_size = self.block_size
+    def take_back(self, batch: Batch, results: Seq[RowResult]) -> list[int]:
+        """A batch is computed. What ended meanwhile gives its blocks back; the others have more tokens with KV, and who
+        sampled has one token more. Returns the rows that want a look: not those of a sequence that goes on with one
+        more token, like nearly all (`Sequence.plain_until`), for which nothing more than that is done here."""
+        if len(results) != len(batch.rows):
+            raise ValueError(f"{len(results)} results of {len(batch.rows)} rows")
         self._is_back(batch)
-        rows = zip(batch.rows, batch.counts, strict=True)
+        notable: list[int] = []
+        rows = zip(range(len(results)), batch.rows, results, strict=True)
         try:
-            for seq, count in rows:
+            for row, seq, result in rows:
                 seq.in_batch -= 1
-                if seq.over:
-                    self.free(seq)
-                    continue
-                seq.num_computed = computed = seq.num_computed + count
-                # One token at a time completes a block only at its end.
-                if count > 1 or computed % block_size == 0:
-                    self.publish(seq)
+                ids, tokens = result.ids, seq.tokens
+                if ids and len(tokens) < seq.plain_until:
+                    (token,) = ids
+                    tokens.append(token)
+                    seq.num_computed += 1
+                    if token in seq.end_token_ids:
+                        notable.append(row)
+                else:
+                    notable.append(row)
+                    self._take_back_row(seq, batch.counts[row], ids)
         finally:
-            self._out_of(seq for seq, _ in rows)  # nobody is left, unless we erred over one of them
+            self._out_of(seq for _, seq, _ in rows)  # nobody is left, unless we erred over one of them
+        return notable
+
+    def _take_back_row(self, seq: Sequence, count: int, ids: tuple[int, ...]) -> None:
+        if seq.over:
+            self.free(seq)
+            return
+        seq.num_computed = computed = seq.num_computed + count
+        # One token at a time completes a block only at its end.
+        if count > 1 or computed % self.block_size == 0:
+            self.publish(seq)
+        if ids:
+            (token,) = ids
+            seq.tokens.append(token)
 
     def abandon(self, batch: Batch) -> None:
         """A batch ran and came to nothing, because taking it in raised: whoever of it ended gives its blocks back."""

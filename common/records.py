@@ -74,18 +74,10 @@ class Records:
     ) -> None:
         """Puts the sequence's newest token into the next message to its front."""
         request_id, attempt = seq.key
-        length = len(seq.tokens) - 1
+        first = len(seq.tokens) - 1 - seq.prompt_len
         # Of the prompt alone: a later attempt also finds what earlier ones computed of the answer.
-        cached_tokens = seq.cached_tokens if length == seq.start_len == seq.prompt_len else None
-        row = TokenRow(
-            request_id,
-            attempt,
-            length - seq.prompt_len,
-            (token,),
-            logprobs,
-            finish,  # type: ignore[arg-type]
-            cached_tokens,
-        )
+        cached_tokens = None if first or seq.start_len != seq.prompt_len else seq.cached_tokens
+        row = TokenRow(request_id, attempt, first, (token,), logprobs, finish, cached_tokens)  # type: ignore[arg-type]
         self.outbox.put(seq.request.front, row)
 
     def end(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.lifecycle import Life, Phase
 from common.ordering import Lane, Place
-from common.request import Attempt, Key, Request, unpack_ids
+from common.request import Attempt, Key, Request, SamplingParams, unpack_ids
 
 NO_SLOT = -1
 
@@ -15,7 +15,8 @@ class Sequence:
     `scored` counts the prompt tokens whose log-probabilities are said; where none are asked for, it is all of them.
     The first token has none. An attempt that starts with output tokens owes none either: the front takes no output
     before the prompt's are complete. `found_tokens` are those whose KV was in a cache when the present blocks were
-    taken; `lost_tokens` is set by its end.
+    taken; `lost_tokens` is set by its end. While it has fewer than `plain_until` tokens, the next one is of note to
+    nobody but its reader, unless it is an end token: it completes no block, needs none and does not end the answer.
     """
 
     __slots__ = (
@@ -34,9 +35,11 @@ class Sequence:
         "max_len",
         "max_outputs",
         "num_computed",
+        "on_host",
         "order",
         "over",
         "place",
+        "plain_until",
         "preemptions",
         "prompt_len",
         "published",
@@ -62,7 +65,9 @@ class Sequence:
         self.max_outputs = request.sampling.max_tokens
         self.max_len = self.prompt_len + self.max_outputs
         self.end_token_ids = request.sampling.end_token_ids
+        self.on_host = _drawn_on_host(request.sampling)
         self.num_computed = 0
+        self.plain_until = 0
         self.cached_tokens = self.found_tokens = 0
         self.lost_tokens = 0
         self.blocks: list[int] = []
@@ -105,18 +110,20 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
 
-def may_go_ahead(seq: Sequence) -> bool:
-    """Whether the token after the one that is on its way can be computed before the host has seen that one: grammars
-    and the counts of penalties are the host's. What ends an answer by its length is known; an end token is not, and
-    then the row comes to nothing."""
-    sampling = seq.request.sampling
-    on_host = (
+def _drawn_on_host(sampling: SamplingParams) -> bool:
+    """Grammars and the counts of penalties are the host's."""
+    return (
         sampling.grammar is not None
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
     )
-    return not on_host and len(seq.tokens) + 1 < seq.max_len
+
+
+def may_go_ahead(seq: Sequence) -> bool:
+    """Whether the token after the one that is on its way can be computed before the host has seen that one. What ends
+    an answer by its length is known; an end token is not, and then the row comes to nothing."""
+    return not seq.on_host and len(seq.tokens) + 1 < seq.max_len
 
 
 def finish_reason(seq: Sequence, token: int) -> str | None:

@@ -22,6 +22,11 @@ class StepBudget:
         self._longs: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
 
+    @property
+    def is_spent(self) -> bool:
+        """Nobody gets anything any more."""
+        return self._left <= 0
+
     def is_open_to(self, seq: Sequence) -> bool:
         """Whether it may get some of what is left, if it is short enough."""
         return self._left > 0 and (not self._longs or seq.lane[0] <= self._longs[-1].lane[0])

@@ -38,13 +38,12 @@ reservation hold no block. The whole picture: `common/lifecycle.py`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence as Seq
 
 from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
 from common.ordering import Fair, Policy
-from common.request import Attempt, Key, Request, TokenLogprobs
+from common.request import Attempt, Key, Request
 from common.sequence import Sequence, finish_reason, may_go_ahead
 from common.step_budget import StepBudget
 from common.step_times import Coefficients
@@ -52,18 +51,12 @@ from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
 from decode_node.forecast import Forecast
 from decode_node.forming import Continuous, Forming
+from decode_node.held import Held
 from decode_node.passing import ASKS_FOR_S, MAX_PASSES, Passing
 from decode_node.preemption import MAX_VICTIM, Preemption
 
-
-@dataclass(slots=True)
-class Outcome:
-    """One new token of one sequence. Not frozen, like TokenRow: one for every token."""
-
-    seq: Sequence
-    token: int
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish: str | None
+Outcome = tuple[Sequence, RowResult, str | None]
+"""A sequence that has a new token, what the step said of it, and how it ends with that token, if it does."""
 
 
 def _by_order(seq: Sequence) -> tuple[int, int]:
@@ -87,13 +80,8 @@ class DecodeScheduler:
         self._chunk_budget = ChunkBudget(core.max_num_batched_tokens)
         self._preemption = Preemption(self._turns.served)
         self._forecast = Forecast(core.block_size)
-        self._seqs: dict[Key, Sequence] = {}
-        self._reserved: dict[Key, Sequence] = {}  # accepted transfers, in order of acceptance
-        self._ready: list[Sequence] = []
-        self._waiting: list[Sequence] = []
-        self._preempted: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
+        self.held = Held()
+        self._full: list[Sequence] = []  # decoding, and lacking a block for the next step
         self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
         self._came_before = 0  # … of higher classes since one that had been put out last came back
@@ -106,52 +94,14 @@ class DecodeScheduler:
         self.preemptions = 0
         self.lost_tokens = 0
 
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __contains__(self, key: Key) -> bool:
-        """Whether anything is held for `key`, a transfer under way included."""
-        return key in self._seqs
-
-    def get(self, key: Key) -> Sequence | None:
-        """A sequence this worker owns: not one whose transfer is still under way."""
-        return None if key in self._reserved else self._seqs.get(key)
-
-    def keys(self) -> list[Key]:
-        return list(self._seqs)
-
-    def older_attempts(self, key: Key) -> list[Key]:
-        """Keys of the same request with a lower attempt."""
-        return [other for other in self._seqs if other[0] == key[0] and other[1] < key[1]]
-
-    def sequences(self) -> list[Sequence]:
-        return list(self._seqs.values())
-
-    @property
-    def num_running(self) -> int:
-        return len(self._decoding) + len(self._prefilling)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._seqs) - self.num_running
-
-    @property
-    def num_local_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens that this worker has to prefill itself."""
-        return sum(seq.left for seq in (*self._waiting, *self._preempted, *self._prefilling))
-
     # ------------------------------------------------------------ coming in
 
     def add(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence:
         """Takes a request to prefill here and decode."""
         seq = self._new(request, attempt, output_ids, Phase.QUEUED, now)
-        if not self._waiting:
+        if not self.held.waiting:
             self._local_passes = 0
-        self._waiting.append(seq)
+        self.held.waiting.append(seq)
         return seq
 
     def reserve(self, request: Request, attempt: Attempt, output_ids: bytes, now: float) -> Sequence | None:
@@ -163,18 +113,18 @@ class DecodeScheduler:
             self._passing.told_later(seq, now)
             return None
         self._passing.accepted(seq.key)
-        self._local_passes += bool(self._waiting)
-        self._came_before += bool(self._preempted)
-        self._seqs[seq.key] = self._reserved[seq.key] = seq
+        self._local_passes += bool(self.held.waiting)
+        self._came_before += bool(self.held.preempted)
+        self.held.seqs[seq.key] = self.held.reserved[seq.key] = seq
         return seq
 
     def _may_reserve(self, seq: Sequence, now: float) -> bool:
         kept_for_another = self._passing.room_is_kept(seq.key, now)
-        before = [one for one in self._preempted if self._came_before >= MAX_PASSES or not seq.above(one)]
-        seated = len(self._seqs) - len(self._waiting) - len(self._preempted) + len(before)
+        before = [one for one in self.held.preempted if self._came_before >= MAX_PASSES or not seq.above(one)]
+        seated = len(self.held.seqs) - len(self.held.waiting) - len(self.held.preempted) + len(before)
         if before or seated >= self._core.max_num_seqs:
             return False
-        return not (kept_for_another or (self._waiting and self._local_passes >= MAX_PASSES))
+        return not (kept_for_another or (self.held.waiting and self._local_passes >= MAX_PASSES))
 
     def _has_room_for_transfer(self, seq: Sequence) -> bool:
         return self._has_room(seq, len(seq.tokens) + 1, len(seq.tokens))
@@ -185,9 +135,9 @@ class DecodeScheduler:
             return False
         if not self._core.reserve(seq, num_tokens=num_tokens, usable_hits=usable_hits):
             return False
-        others = [*self._decoding, *self._prefilling, *self._ready, *self._reserved.values()]
+        others = [*self.held.with_blocks(), *self.held.reserved.values()]
         available = self._core.pool.available
-        if available >= self.num_running and self._forecast.stay_within(seq, others, available):
+        if available >= self.held.num_running and self._forecast.stay_within(seq, others, available):
             return True
         self._core.free(seq)
         return False
@@ -197,28 +147,28 @@ class DecodeScheduler:
 
     def fits_reservation(self, key: Key, output_ids: Seq[int]) -> bool:
         """Whether these are the reserved sequence's output tokens and one more."""
-        seq = self._reserved[key]
+        seq = self.held.reserved[key]
         return (
             list(output_ids[:-1]) == seq.tokens[seq.prompt_len :] and len(output_ids) == seq.num_outputs + 1
         )
 
     def deliver(self, key: Key, token: int, now: float) -> Sequence:
         """The reserved sequence's KV is in place and `token`, its next, was sampled by the prefill worker."""
-        seq = self._reserved.pop(key)
+        seq = self.held.reserved.pop(key)
         seq.num_computed = len(seq.tokens)
         self._core.publish(seq)
         seq.tokens.append(token)
         seq.life.move(Phase.DECODE_READY, now)
-        self._ready.append(seq)
+        self.held.ready.append(seq)
         return seq
 
     def _new(
         self, request: Request, attempt: Attempt, output_ids: bytes, phase: Phase, now: float
     ) -> Sequence:
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), phase, now)
-        assert seq.key not in self._seqs
+        assert seq.key not in self.held.seqs
         self._turns.enter(seq, now)
-        self._seqs[seq.key] = seq
+        self.held.seqs[seq.key] = seq
         return seq
 
     # ------------------------------------------------------------ one step
@@ -231,48 +181,51 @@ class DecodeScheduler:
             return self._schedule_ahead(now, step_model)
         self._give_way(now)
         self._grow(now)
-        return self._fill(self._decoding, [], now, step_model)
+        return self._fill(self.held.decoding, [], now, step_model)
 
     def _schedule_ahead(self, now: float, step_model: Coefficients | None) -> Batch | None:
         if self._core.num_out >= self._max_inflight:
             return None
         self._core.is_running()
-        known = [seq for seq in self._decoding if not seq.in_batch]
-        ahead = [seq for seq in self._decoding if seq.in_batch and may_go_ahead(seq)]
-        for seq in sorted((*known, *ahead), key=_by_order):
+        known = [seq for seq in self.held.decoding if not seq.in_batch]
+        ahead = [seq for seq in self.held.decoding if seq.in_batch and may_go_ahead(seq)]
+        lacks_block = self._core.lacks_block
+        short = [s for s in known if lacks_block(s)] + [s for s in ahead if lacks_block(s, 1)]
+        for seq in sorted(short, key=_by_order):
             if not self._core.grow(seq, seq.in_batch):
                 return None
+        self._full.clear()
         return self._fill(known, ahead, now, step_model)
 
     def _fill(
         self, known: list[Sequence], ahead: list[Sequence], now: float, step_model: Coefficients | None
     ) -> Batch | None:
         """Who may join, and the step's rows."""
-        before = len(self._decoding)
+        before = len(self.held.decoding)
         self.opens_at = None
         order = self._line_up(now)
         self._join_delivered(now)
         self._resume(now)
-        if not self._preempted and self._may_start(now):
+        if not self.held.preempted and self._may_start(now):
             self._start_waiting(now)
-        joined = self._decoding[before:]
-        self._core.add_decode_rows(known if known is self._decoding else known + joined)
+        joined = self.held.decoding[before:]
+        self._core.add_decode_rows(known if known is self.held.decoding else known + joined)
         self._core.add_rows_ahead(ahead)
-        if self._prefilling:
-            tokens = self._chunk_budget.tokens(self._decoding, self._prefilling, step_model)
+        if self.held.prefilling:
+            tokens = self._chunk_budget.tokens(self.held.decoding, self.held.prefilling, step_model)
             self._add_chunks(order, tokens, now)
         return self._core.take_batch()
 
     def _line_up(self, now: float) -> list[Sequence]:
         """Those that wait for something, in order; each kind of them stands in that order from now on."""
-        kinds = (self._ready, self._preempted, self._waiting)
-        standing = [seq for kind in (*kinds, self._prefilling) for seq in kind]
+        kinds = (self.held.ready, self.held.preempted, self.held.waiting)
+        standing = [seq for kind in (*kinds, self.held.prefilling) for seq in kind]
         if len({seq.lane for seq in standing}) > 1:
-            self._turns.count_outputs(self._decoding)
+            self._turns.count_outputs(self.held.decoding)
         return self._turns.line_up(kinds, standing, now)
 
     def _may_start(self, now: float) -> bool:
-        opens_at = self._forming.opens_at(self._waiting, len(self._seqs) - len(self._waiting))
+        opens_at = self._forming.opens_at(self.held.waiting, len(self.held.seqs) - len(self.held.waiting))
         self.opens_at = None if opens_at is None or opens_at <= now else opens_at
         return opens_at is not None and opens_at <= now
 
@@ -280,11 +233,9 @@ class DecodeScheduler:
         """To one of a higher class that asks for room."""
         wanted = self._passing.most_wanted(now)
         while wanted is not None:
-            on_their_way = [key for key, seq in self._reserved.items() if wanted.above(seq)]
+            on_their_way = [key for key, seq in self.held.reserved.items() if wanted.above(seq)]
             running = [
-                seq
-                for seq in (*self._decoding, *self._prefilling, *self._ready)
-                if wanted.above(seq) and seq.preemptions < MAX_VICTIM
+                seq for seq in self.held.with_blocks() if wanted.above(seq) and seq.preemptions < MAX_VICTIM
             ]
             nobody = not on_their_way and (not running or self._came_before >= MAX_PASSES)
             if nobody or self._may_come(wanted, now):
@@ -302,17 +253,19 @@ class DecodeScheduler:
         return True
 
     def _grow(self, now: float) -> None:
-        block_size = self._core.block_size
-        full = [s for s in self._decoding if len(s.tokens) > len(s.blocks) * block_size]
-        for seq in sorted(full, key=_by_order):
-            while seq.life.phase is Phase.DECODING and not self._core.grow(seq):
-                self._make_room(now)
+        full = [s for s in self._full if s.life.phase is Phase.DECODING and self._core.lacks_block(s)]
+        full.sort(key=_by_order)
+        if not self._core.grow_by_one(full):
+            for seq in full:
+                while seq.life.phase is Phase.DECODING and not self._core.grow(seq):
+                    self._make_room(now)
+        self._full.clear()  # not before: what raises here is tried again without the newest
 
     def _make_room(self, now: float) -> None:
-        if self._reserved:
-            self._revoke(next(reversed(self._reserved)))
+        if self.held.reserved:
+            self._revoke(next(reversed(self.held.reserved)))
             return
-        holders = [*self._decoding, *self._prefilling, *self._ready]
+        holders = self.held.with_blocks()
         self._turns.count_outputs(holders)
         self._preempt(self._preemption.victim(holders), now)
 
@@ -321,48 +274,47 @@ class DecodeScheduler:
         self._drop_reservation(key)
 
     def _drop_reservation(self, key: Key) -> None:
-        seq = self._reserved.pop(key)
-        del self._seqs[key]
+        seq = self.held.reserved.pop(key)
+        del self.held.seqs[key]
         seq.over = True
         self._core.free(seq)
         self._forecast.changed()
 
     def _preempt(self, seq: Sequence, now: float) -> None:
-        for place in (self._decoding, self._prefilling, self._ready):
-            if seq in place:
-                place.remove(seq)
+        self.held.take_out(seq)
         self.preemptions += 1
         self.lost_tokens += self._preemption.put_out(self._core, seq)
         self._forecast.changed()
+        seq.plain_until = 0
         seq.life.move(Phase.PREEMPTED, now)
         self.put_out.append(seq)
-        insort(self._preempted, seq, key=_by_order)
+        insort(self.held.preempted, seq, key=_by_order)
 
     def _join_delivered(self, now: float) -> None:
-        while self._ready and self._core.free_slots:
-            seq = self._ready.pop(0)
+        while self.held.ready and self._core.free_slots:
+            seq = self.held.ready.pop(0)
             self._core.place(seq)
-            seq.life.move(Phase.DECODING, now)
-            self._decoding.append(seq)
+            self._begin_decoding(seq, now)
+            self._look_again(seq)
 
     def _resume(self, now: float) -> None:
         """The first that does not fit holds back the rest."""
-        wanted = self._passing.most_wanted(now) if self._preempted else None
-        while self._preempted and self._core.free_slots:
-            seq = self._preempted[0]
+        wanted = self._passing.most_wanted(now) if self.held.preempted else None
+        while self.held.preempted and self._core.free_slots:
+            seq = self.held.preempted[0]
             if wanted is not None and wanted.above(seq) and self._came_before < MAX_PASSES:
                 self.opens_at = now + ASKS_FOR_S  # if it does not ask again
                 return
             if not self._has_local_room(seq):
                 return
             self._came_before = 0
-            self._start(self._preempted.pop(0), now)
+            self._start(self.held.preempted.pop(0), now)
 
     def _start_waiting(self, now: float) -> None:
         """One that does not fit lets a few behind it pass."""
         passed: list[Key] = []
-        wanted = self._passing.most_wanted(now) if self._waiting else None
-        for seq in list(self._waiting):
+        wanted = self._passing.most_wanted(now) if self.held.waiting else None
+        for seq in list(self.held.waiting):
             if wanted is not None and wanted.above(seq) and self._local_passes < MAX_PASSES:
                 self.opens_at = now + ASKS_FOR_S
                 return  # in order, so all behind it are of its class or a lower one, but for an aged one
@@ -372,7 +324,7 @@ class DecodeScheduler:
                 passed.append(seq.key)
                 self._passes.setdefault(seq.key, 0)
                 continue
-            self._waiting.remove(seq)
+            self.held.waiting.remove(seq)
             self._passes.pop(seq.key, None)
             self._local_passes = 0
             self._start(seq, now)
@@ -384,7 +336,7 @@ class DecodeScheduler:
         self._core.place(seq)
         self.started.append(seq)
         seq.life.move(Phase.PREFILLING, now)
-        self._prefilling.append(seq)
+        self.held.prefilling.append(seq)
 
     def _add_chunks(self, order: list[Sequence], tokens: int, now: float) -> None:
         budget = StepBudget(tokens, now)
@@ -395,47 +347,52 @@ class DecodeScheduler:
             self._core.add_row(seq, count)
             self._turns.computes(seq, count, now)
 
-    def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
-        """Takes a step's results; a row that sampled gives an outcome. Late results of ended sequences come to
-        nothing but their blocks going back."""
-        self._core.take_back(batch)
-        outcomes = []
-        prefilling = Phase.PREFILLING
-        for seq, result in zip(batch.rows, results, strict=True):
-            ids = result.ids
-            if seq.over or not ids:
+    def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> Iterable[Outcome]:
+        """Takes a step's results in; each row that sampled gives an outcome. Late results of ended sequences come to
+        nothing but their blocks going back. Whoever only has one more token is not looked at."""
+        seqs, finishes = batch.rows, list[str | None]([None]) * len(results)
+        silent = False
+        for row in self._core.take_back(batch, results):
+            seq = seqs[row]
+            if seq.over or not results[row].ids:
+                silent = True
                 continue
-            (token,) = ids
-            tokens = seq.tokens
-            tokens.append(token)
-            if seq.life.phase is prefilling:
-                self._prefilling.remove(seq)
-                seq.life.move(Phase.DECODING, now)
-                self._decoding.append(seq)
-            goes_on = len(tokens) < seq.max_len and token not in seq.end_token_ids  # as nearly every row does
-            finish = None if goes_on else finish_reason(seq, token)
-            outcomes.append(Outcome(seq, token, result.logprobs, finish))
-        return outcomes
+            if seq.life.phase is Phase.PREFILLING:
+                self.held.prefilling.remove(seq)
+                self._begin_decoding(seq, now)
+            finishes[row] = finish_reason(seq, seq.tokens[-1])
+            self._look_again(seq)
+        outcomes = zip(seqs, results, finishes, strict=True)
+        return outcomes if not silent else [one for one in outcomes if one[1].ids and not one[0].over]
+
+    def _begin_decoding(self, seq: Sequence, now: float) -> None:
+        seq.life.move(Phase.DECODING, now)
+        self.held.decoding.append(seq)
+
+    def _look_again(self, seq: Sequence) -> None:
+        """Says when its tokens are of note again, and whether it lacks a block."""
+        block_size = self._core.block_size
+        seq.plain_until = min(self._core.blocks_for(len(seq.tokens)) * block_size, seq.max_len - 1)
+        if self._core.lacks_block(seq):
+            self._full.append(seq)
 
     # ------------------------------------------------------------ going out
 
     def end(self, key: Key, phase: Phase, now: float) -> Sequence | None:
         """Ends a sequence in whatever phase it is and frees it (after its step, if one is out). Idempotent."""
         self._passing.forget(key)
-        seq = self._seqs.pop(key, None)
+        seq = self.held.seqs.pop(key, None)
         if seq is None:
             return None
-        self._reserved.pop(key, None)
+        self.held.reserved.pop(key, None)
         self._passes.pop(key, None)
         self._turns.count_outputs((seq,))
-        for place in (self._ready, self._waiting, self._preempted, self._prefilling, self._decoding):
-            if seq in place:
-                place.remove(seq)
-                break
+        self.held.take_out(seq)
         if phase is Phase.FINISHED:
             self._forecast.ended(seq.num_outputs)
         self._forecast.changed()
         seq.over = True
+        seq.plain_until = 0
         seq.lost_tokens = seq.computed_tokens
         seq.life.move(phase, now)
         self._core.free(seq)

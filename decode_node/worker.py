@@ -74,6 +74,7 @@ class DecodeWorker:
         be out at a time."""
         self._core = core
         self._scheduler = DecodeScheduler(core, forming, max_inflight, policy)
+        self._held = self._scheduler.held
         self._receiver = receiver
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
@@ -89,7 +90,7 @@ class DecodeWorker:
     @property
     def idle(self) -> bool:
         """Nothing is held here for anybody."""
-        return len(self._scheduler) == 0
+        return len(self._held) == 0
 
     # ------------------------------------------------------------ messages
 
@@ -115,7 +116,7 @@ class DecodeWorker:
 
     def _decode(self, message: Decode, now: float) -> Message:
         key, ledger = message.key, self.records.ledger
-        if self._scheduler.get(key) is not None:
+        if self._held.get(key) is not None:
             return Accepted(*key)
         ended = ledger.how_ended(key)
         if ended is not None or ledger.is_stale(key):
@@ -124,7 +125,7 @@ class DecodeWorker:
         refusal = "draining" if self.draining else self._cannot_ever(message.request)
         if refusal is not None:
             return Refused(*key, refusal)
-        if self._scheduler.num_local_waiting >= self._max_waiting:
+        if self._held.num_local_waiting >= self._max_waiting:
             return Later(*key, _FULL_RETRY_S)
         self._end_older_attempts(key, now)
         ledger.saw(key)
@@ -144,7 +145,7 @@ class DecodeWorker:
         return f"needs {needed} blocks, this worker has {total}" if needed > total else None
 
     def _end_older_attempts(self, key: Key, now: float) -> None:
-        for other in self._scheduler.older_attempts(key):
+        for other in self._held.older_attempts(key):
             self._pending += self._end(other, Phase.ABORTED, "aborted", "a later attempt was dispatched", now)
 
     # ------------------------------------------------------------ transfers
@@ -154,7 +155,7 @@ class DecodeWorker:
         if key in self._receiver:
             same = self._receiver.from_same_sender(key, sender)
             return self._receiver.answer_again(key) if same else [self._refuse(key, sender, "taken already")]
-        if self._scheduler.get(key) is not None:
+        if self._held.get(key) is not None:
             return [ToSender(sender, Delivered(*key))]
         ended = self.records.ledger.how_ended(key)
         if ended is not None or self.records.ledger.is_stale(key):
@@ -216,7 +217,7 @@ class DecodeWorker:
                     key, Phase.FAILED, "failed", "the hand-over is not of the request offered", now
                 )
             return self._receiver.handed_over(message, now)
-        if self._scheduler.get(key) is not None:
+        if self._held.get(key) is not None:
             return [ToSender(sender, Delivered(*key))]
         self.records.late("Handover")
         ended = self.records.ledger.how_ended(key)
@@ -292,13 +293,13 @@ class DecodeWorker:
         self.records.say_prompts(batch, results)
         effects: list[Effect] = []
         say_token = self.records.say_token
-        for outcome in self._scheduler.finish(batch, results, now):
+        for seq, result, finish in self._scheduler.finish(batch, results, now):
             try:
-                say_token(outcome.seq, outcome.token, outcome.logprobs, outcome.finish)
-                if outcome.finish is not None:
-                    effects += self._finished(outcome.seq, outcome.finish, now)
+                say_token(seq, seq.tokens[-1], result.logprobs, finish)
+                if finish is not None:
+                    effects += self._finished(seq, finish, now)
             except Exception as error:  # over one of them we may err: the others go on
-                effects += self.fail(outcome.seq.key, error, now)
+                effects += self.fail(seq.key, error, now)
         return effects
 
     def _count_recomputed(self, batch: Batch) -> None:
@@ -346,7 +347,7 @@ class DecodeWorker:
 
     def heartbeat(self, progress_age_s: float) -> Heartbeat:
         return self.records.heartbeat(
-            self._core, self._scheduler, progress_age_s=progress_age_s, draining=self.draining
+            self._core, self._held, progress_age_s=progress_age_s, draining=self.draining
         )
 
     def abort(self, key: Key, reason: str, now: float) -> list[Effect]:
@@ -356,15 +357,15 @@ class DecodeWorker:
     def fail(self, key: Key, error: BaseException, now: float) -> list[Effect]:
         """We erred over it: whatever is held for it is freed, and it is not tried elsewhere."""
         self.records.counters.add("internal_errors_total")
-        held = key in self._scheduler
+        held = key in self._held
         said = self._end(key, Phase.FAILED, "failed", told(error), now, retryable=False)
         return said if held else [*said, self.records.failed(key, told(error))]
 
     def live_keys(self) -> list[Key]:
-        return self._scheduler.keys()
+        return self._held.keys()
 
     def _end_on_command(self, message: Stop | Abort, phase: Phase, reason: str, now: float) -> list[Effect]:
-        if message.key not in self._scheduler:
+        if message.key not in self._held:
             return [self.records.not_to_begin(message)]
         outcome: EndOutcome = "finished" if phase is Phase.FINISHED else "aborted"
         return self._end(message.key, phase, outcome, reason, now)

@@ -91,6 +91,8 @@ class PrefillScheduler:
         passed: list[Key] = []
         kept = False  # room, for one that was passed often enough
         for seq in self._turns.in_turn([*self._waiting, *self._prefilling], now):
+            if budget.is_spent:
+                break
             if not budget.is_open_to(seq):
                 continue
             if not seq.blocks:
@@ -123,7 +125,7 @@ class PrefillScheduler:
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> list[Outcome]:
         """Takes a step's results. Late results of ended sequences come to nothing but the blocks going back."""
-        self._core.take_back(batch)
+        self._core.take_back(batch, results)
         return [
             self._sampled(seq, result, now) if result.ids else Outcome(seq, None, None, None)
             for seq, result in zip(batch.rows, results, strict=True)
@@ -131,8 +133,7 @@ class PrefillScheduler:
         ]
 
     def _sampled(self, seq: Sequence, result: RowResult, now: float) -> Outcome:
-        (token,) = result.ids
-        seq.tokens.append(token)
+        token = seq.tokens[-1]
         seq.life.move(Phase.KV_READY, now)
         self._prefilling.remove(seq)
         self._core.leave_slot(seq)

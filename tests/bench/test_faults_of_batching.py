@@ -133,7 +133,7 @@ def test_BR_065_the_victim_is_not_in_the_step_that_puts_it_out() -> None:
     while any(answer.end is None for answer in (first, *(answer for answer, _ in low))):
         seen = len(batches)
         cluster.clock.step(cluster.now + 60)
-        sequences = cluster.decode_node()._scheduler.sequences()
+        sequences = cluster.decode_node()._scheduler.held.sequences()
         gone = {id(seq) for seq in sequences if seq.life.phase is Phase.PREEMPTED}
         put_out += len(gone)
         assert all(id(seq) not in gone for batch in batches[seen:] for seq in batch.rows)
@@ -156,16 +156,16 @@ def test_BR_066_at_a_little_more_than_fits_victims_are_few_and_no_row_is_skipped
         while cluster.now < until:
             decoding = {
                 id(seq)
-                for seq in scheduler.sequences()
+                for seq in scheduler.held.sequences()
                 if seq.life.phase is Phase.DECODING and not seq.in_batch
             }
             seen = len(batches)
             if not cluster.clock.step(until):
                 break
             rows = [{id(seq) for seq in batch.rows} for batch in batches[seen:]]
-            still = {id(seq) for seq in scheduler.sequences() if seq.life.phase is Phase.DECODING}
+            still = {id(seq) for seq in scheduler.held.sequences() if seq.life.phase is Phase.DECODING}
             skipped += sum(bool((decoding & still) - of) for of in rows)
-            worst = max(worst, *(seq.preemptions for seq in scheduler.sequences()), 0)
+            worst = max(worst, *(seq.preemptions for seq in scheduler.held.sequences()), 0)
     cluster.until_over(*cluster.answers.values())
     assert cluster.counted("num_preemptions_total") > 0
     assert worst <= MAX_VICTIM and skipped == 0

@@ -254,7 +254,7 @@ def test_the_model_here_sees_a_block_that_somebody_else_wrote() -> None:
     cluster.ask("r", drawn("r", 100), 200)
     cluster.until(lambda: cluster.phase_at("decode-0", "r") == "decoding")
     worker = cluster.workers[WorkerId("decode-0")]
-    (seq,) = cluster.decode_node()._scheduler.sequences()
+    (seq,) = cluster.decode_node()._scheduler.held.sequences()
     worker.model.content[seq.blocks[2]] = [1] * 16
     with pytest.raises(AssertionError, match="holds"):
         cluster.go(1.0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.virtual_model import NO_TOKEN
 from common.batching import BatchingCore
 from common.lifecycle import Phase
 from common.request import pack_ids
@@ -46,7 +47,7 @@ def core_with_cached(length: int) -> BatchingCore:
     core.add_row(first, length)
     batch = core.take_batch()
     assert batch is not None
-    core.take_back(batch)
+    core.take_back(batch, [NO_TOKEN])
     core.free(first)
     return core
 
@@ -91,7 +92,7 @@ def test_whoever_stands_in_a_batch_that_cannot_be_taken_back_still_gives_its_blo
     seqs[0].over = seqs[2].over = True
     monkeypatch.setattr(core, "publish", raises)
     with pytest.raises(RuntimeError, match="the second"):
-        core.take_back(batch)
+        core.take_back(batch, [NO_TOKEN] * 3)
     seqs[1].over = True
     core.free(seqs[1])
     core.abandon(batch)

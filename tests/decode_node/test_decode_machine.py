@@ -66,7 +66,7 @@ class DecodeMachine(WorkerMachine):
         self.honest = False
 
     def sequences(self) -> list[Sequence]:
-        return self.node._scheduler.sequences()
+        return self.node._scheduler.held.sequences()
 
     # ------------------------------------------------------------ what it hears
 
@@ -121,7 +121,7 @@ class DecodeMachine(WorkerMachine):
     def _frame(self, key: Key, index: int, good: bool) -> None:
         header = Block(*key, index=index, part=0, checksum=0, size=100)
         sender = self.offered[key]
-        reserved = self.node._scheduler._reserved.get(key)
+        reserved = self.node._scheduler.held.reserved.get(key)
         place = self.node.place(header, sender)
         assert place is None or (reserved is not None and reserved.blocks[index] == place)
         assert place is None or self.core.pool._holders[place] == 1, "a block that others read is written"
@@ -167,11 +167,11 @@ class DecodeMachine(WorkerMachine):
                 self.to_offer[message.key] = sender
 
     def budget(self, batch: Batch) -> int:
-        return max(self.core.max_num_batched_tokens, self.node._scheduler.num_running + MIN_CHUNK)
+        return max(self.core.max_num_batched_tokens, self.node._scheduler.held.num_running + MIN_CHUNK)
 
     @invariant()
     def reservations_are_transfers(self) -> None:
-        reserved = self.node._scheduler._reserved
+        reserved = self.node._scheduler.held.reserved
         assert set(reserved) == set(self.receiver._incoming) == set(self.node._senders) & set(reserved)
         for key, seq in reserved.items():
             assert not seq.in_batch and seq.slot < 0, f"{key} runs before it is whole"

@@ -47,7 +47,7 @@ class Run:
 
     def to_the_end(self) -> None:
         now, todo = 0.0, sorted(self.arrivals, key=lambda arrival: arrival.at)
-        while todo or len(self.scheduler):
+        while todo or len(self.scheduler.held):
             while todo and todo[0].at <= now:
                 self._add(todo.pop(0), now)
             self._let_leave(now)
@@ -55,7 +55,7 @@ class Run:
             if asked is None:
                 now += STEP_S
                 continue
-            if not todo and not len(self.scheduler):
+            if not todo and not len(self.scheduler.held):
                 return
             times = [asked, *(arrival.at for arrival in todo[:1]), *self._leaving_times(now)]
             assert min(times) < float("inf"), "somebody waits for nothing"
@@ -69,7 +69,9 @@ class Run:
 
     def _leaving_times(self, now: float) -> list[float]:
         leaving = [
-            (a.at + a.leaves_after) for k, a in self.came.items() if a.leaves_after and k in self.scheduler
+            (a.at + a.leaves_after)
+            for k, a in self.came.items()
+            if a.leaves_after and k in self.scheduler.held
         ]
         return [time for time in leaving if time > now]
 
@@ -78,7 +80,7 @@ class Run:
             if (
                 arrival.leaves_after is not None
                 and arrival.at + arrival.leaves_after <= now
-                and key in self.scheduler
+                and key in self.scheduler.held
             ):
                 self._end(key, Phase.ABORTED, now)
 
@@ -89,12 +91,12 @@ class Run:
             self.free_since = now
 
     def _running(self) -> list[Sequence]:
-        return [seq for seq in self.scheduler.sequences() if seq.life.phase is not Phase.QUEUED]
+        return [seq for seq in self.scheduler.held.sequences() if seq.life.phase is not Phase.QUEUED]
 
     def _step(self, now: float) -> float | None:
         """One step at `now`, which ends STEP_S later; or, where there is none, when to come again."""
         beside = self._running()
-        waiting = [seq for seq in self.scheduler.sequences() if seq.life.phase is Phase.QUEUED]
+        waiting = [seq for seq in self.scheduler.held.sequences() if seq.life.phase is Phase.QUEUED]
         batch = self.scheduler.schedule(now)
         new = [seq for seq in self.scheduler.started if seq.preemptions == 0]
         self.scheduler.started.clear()
@@ -103,10 +105,10 @@ class Run:
             self._check_start(new, waiting, beside, now)
         if batch is None:
             return float("inf") if self.scheduler.opens_at is None else self.scheduler.opens_at
-        for outcome in self.scheduler.finish(batch, self.model.run(batch), now + STEP_S):
-            self.answers[outcome.seq.key].append(outcome.token)
-            if outcome.finish is not None:
-                self._end(outcome.seq.key, Phase.FINISHED, now + STEP_S)
+        for seq, result, finish in self.scheduler.finish(batch, self.model.run(batch), now + STEP_S):
+            self.answers[seq.key] += result.ids
+            if finish is not None:
+                self._end(seq.key, Phase.FINISHED, now + STEP_S)
         return None
 
     def _check_start(

@@ -88,7 +88,7 @@ def test_story_of_two_tenants() -> None:
     keys = [bench.transferred(name, prompt(6, 100 * n), 20) for n, name in enumerate(("h0", "h1", "l0"))]
     while not bench.scheduler.preemptions:
         bench.step()
-    (put_out,) = [seq for seq in bench.scheduler.sequences() if seq.life.phase is Phase.PREEMPTED]
+    (put_out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert put_out.key == keys[1]
     bench.to_the_end()
     bench.check_exact_and_empty()
@@ -107,7 +107,7 @@ def test_what_was_served_here_is_what_the_order_counts() -> None:
             bench.step()
     while not bench.scheduler.preemptions:
         bench.step()
-    (put_out,) = [seq for seq in bench.scheduler.sequences() if seq.life.phase is Phase.PREEMPTED]
+    (put_out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert put_out.key == keys[1]
     bench.to_the_end()
     bench.check_exact_and_empty()
@@ -134,17 +134,17 @@ def test_whatever_the_counters_say_everybody_ends(
         bench.step()
         bench.served = {name: chance.random() for name in "abc"}
     for _ in range(3000):
-        if not len(bench.scheduler):
+        if not len(bench.scheduler.held):
             break
-        classes = {seq.key: seq.request.priority for seq in bench.scheduler.sequences()}
-        before = {seq.key: seq.preemptions for seq in bench.scheduler.sequences()}
+        classes = {seq.key: seq.request.priority for seq in bench.scheduler.held.sequences()}
+        before = {seq.key: seq.preemptions for seq in bench.scheduler.held.sequences()}
         bench.served = {name: chance.random() for name in "abc"}
         bench.step()
-        for seq in bench.scheduler.sequences():
+        for seq in bench.scheduler.held.sequences():
             if seq.preemptions > before[seq.key]:
-                decoding = [s for s in bench.scheduler.sequences() if s.life.phase is Phase.DECODING]
+                decoding = [s for s in bench.scheduler.held.sequences() if s.life.phase is Phase.DECODING]
                 assert all(classes[s.key] <= classes[seq.key] for s in decoding)
-    assert not len(bench.scheduler), "it does not come to an end"
+    assert not len(bench.scheduler.held), "it does not come to an end"
     bench.check_exact_and_empty()
 
 

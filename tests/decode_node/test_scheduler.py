@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from common.batching import Batch
+from common.batching import Batch, RowResult
 from common.lifecycle import Phase
 from common.request import Grammar, Key, pack_ids
 from common.sequence import Sequence
@@ -62,7 +63,7 @@ class Bench:
 
     def deliver(self, key: Key) -> None:
         """The blocks are there (written as the transfer would), with the first token."""
-        seq = self.scheduler._reserved[key]
+        seq = self.scheduler.held.reserved[key]
         for position, token in enumerate(seq.tokens):
             content = self.model.content[seq.blocks[position // BLOCK]]
             if position >= seq.cached_tokens:
@@ -88,12 +89,12 @@ class Bench:
         return batch
 
     def finish(self, batch: Batch) -> list[Outcome]:
-        outcomes = self.scheduler.finish(batch, self.model.run(batch), self.now)
-        for outcome in outcomes:
-            self.answers[outcome.seq.key].append(outcome.token)
-            if outcome.finish is not None:
-                self.preempted[outcome.seq.key] = outcome.seq.preemptions
-                self.scheduler.end(outcome.seq.key, Phase.FINISHED, self.now)
+        outcomes = list(self.scheduler.finish(batch, self.model.run(batch), self.now))
+        for seq, result, finish in outcomes:
+            self.answers[seq.key] += result.ids
+            if finish is not None:
+                self.preempted[seq.key] = seq.preemptions
+                self.scheduler.end(seq.key, Phase.FINISHED, self.now)
         return outcomes
 
     def step(self) -> Batch | None:
@@ -104,18 +105,36 @@ class Bench:
 
     def to_the_end(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not len(self.scheduler):
+            if not len(self.scheduler.held):
                 return
             assert self.step() is not None, "idle with somebody waiting"
         raise AssertionError("does not come to an end")
 
     def check_exact_and_empty(self) -> None:
         assert self.answers == self.wanted
-        assert len(self.scheduler) == 0 and self.scheduler.queued_tokens == 0
+        assert len(self.scheduler.held) == 0 and self.scheduler.held.queued_tokens == 0
         check_whole(self.core)
 
 
 # ---------------------------------------------------------------- the good path
+
+
+def test_of_an_answer_few_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, the first of each block and the last: a step costs by what changes in it."""
+    bench = Bench()
+    looked_at: list[int] = []
+    take_back = bench.core.take_back
+
+    def noted(batch: Batch, results: Seq[RowResult]) -> list[int]:
+        rows = take_back(batch, results)
+        looked_at.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(bench.core, "take_back", noted)
+    bench.add("a", prompt(5), 12)
+    bench.to_the_end()
+    assert looked_at == [1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]
+    bench.check_exact_and_empty()
 
 
 def test_story_of_a_transferred_request() -> None:
@@ -123,7 +142,7 @@ def test_story_of_a_transferred_request() -> None:
     bench = Bench()
     key = bench.reserve("a", prompt(8), 6)
     assert key is not None and bench.core.pool.held == 3, "eight tokens and the next one"
-    assert bench.step() is None and bench.scheduler.get(key) is None and key in bench.scheduler
+    assert bench.step() is None and bench.scheduler.held.get(key) is None and key in bench.scheduler.held
     bench.deliver(key)
     for step in range(5):
         batch = bench.step()
@@ -155,7 +174,7 @@ def test_block_aligned_prompts_with_every_block_here(blocks: int) -> None:
     bench.to_the_end()
     key = bench.reserve("transferred", ids)
     assert key is not None
-    assert bench.scheduler._reserved[key].cached_tokens == len(ids)
+    assert bench.scheduler.held.reserved[key].cached_tokens == len(ids)
     bench.deliver(key)
     local = bench.add("local", ids)
     bench.to_the_end()
@@ -169,7 +188,7 @@ def test_sequences_join_and_leave_between_steps() -> None:
     bench.step()
     bench.transferred("b", prompt(6, 60), 8)
     sizes = []
-    while len(bench.scheduler):
+    while len(bench.scheduler.held):
         batch = bench.step()
         assert batch is not None
         sizes.append(len(batch.rows))
@@ -185,7 +204,7 @@ def test_a_batch_is_a_delta() -> None:
     assert first is not None and len(first.joined) == 1 and first.left == [] and first.grown == []
     bench.finish(first)
     grown = []
-    while len(bench.scheduler):
+    while len(bench.scheduler.held):
         batch = bench.step()
         assert batch is not None and batch.joined == [] and batch.left == []
         grown += batch.grown
@@ -241,7 +260,7 @@ def test_story_of_preemption() -> None:
     keys = [bench.transferred(name, prompt(6, 100 * n), 20) for n, name in enumerate("abc")]
     while not bench.scheduler.preemptions:
         bench.step()
-    (out,) = [seq for seq in bench.scheduler.sequences() if seq.life.phase is Phase.PREEMPTED]
+    (out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert out.key == keys[2]
     assert bench.reserve("new", prompt(1)) is None, "while somebody waits to come back"
     bench.to_the_end()
@@ -324,7 +343,7 @@ def test_undelivered_reservations_are_revoked_before_anybody_is_put_out() -> Non
     assert early is not None and late is not None
     while not bench.revoked:
         bench.step()
-    assert bench.revoked == [late] and late not in bench.scheduler and bench.scheduler.preemptions == 0
+    assert bench.revoked == [late] and late not in bench.scheduler.held and bench.scheduler.preemptions == 0
     while len(bench.revoked) < 2:
         bench.step()
     assert bench.revoked == [late, early]
@@ -340,7 +359,7 @@ def test_BR_004_BR_047_delivered_but_not_joined_can_be_put_out_too() -> None:
     running = bench.add("running", prompt(6), 26)
     bench.step()
     waits = bench.transferred("waits", prompt(6, 300), 5)
-    seq = bench.scheduler.get(waits)
+    seq = bench.scheduler.held.get(waits)
     assert seq is not None
     bench.core._free_slots.clear()  # as if the other slot were taken
     while seq.life.phase is not Phase.PREEMPTED:
@@ -367,11 +386,13 @@ def test_BR_066_steady_pressure_does_not_put_the_same_one_out_again_and_again() 
     bench = Bench(num_blocks=30, max_num_seqs=6)
     for number in range(24):
         bench.add(f"r{number}", prompt(9 + number % 5, 50 * number), 24)
-    while len(bench.scheduler):
-        running = {seq.key for seq in bench.scheduler.sequences() if seq.life.phase is Phase.DECODING}
+    while len(bench.scheduler.held):
+        running = {seq.key for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.DECODING}
         batch = bench.schedule()
         assert batch is not None
-        still = {key for key in running if (s := bench.scheduler.get(key)) and s.life.phase is Phase.DECODING}
+        still = {
+            key for key in running if (s := bench.scheduler.held.get(key)) and s.life.phase is Phase.DECODING
+        }
         assert still <= {row.key for row in batch.rows}
         bench.finish(batch)
     assert max(bench.preempted.values()) <= 4, bench.preempted
@@ -389,9 +410,9 @@ def test_watermark_holds_for_transfers_and_local_prefills() -> None:
     assert bench.core.pool.held == 4, "what was tried was given back"
     bench.add("local", prompt(18, 900), 2)
     bench.step()
-    assert bench.scheduler.num_local_waiting == 1
+    assert bench.scheduler.held.num_local_waiting == 1
     assert bench.reserve("fits", prompt(3, 950)) is not None
-    bench.scheduler.end(bench.scheduler.keys()[-1], Phase.ABORTED, bench.now)
+    bench.scheduler.end(bench.scheduler.held.keys()[-1], Phase.ABORTED, bench.now)
     bench.wanted.popitem(), bench.answers.popitem()
     bench.to_the_end()
     bench.check_exact_and_empty()
@@ -418,7 +439,7 @@ def test_BR_068_a_large_transfer_is_not_passed_for_ever() -> None:
     bench.scheduler.end(held, Phase.ABORTED, bench.now)
     assert small(1000) is None and bench.reserve("large", large) is not None
     assert small(1001) is not None
-    bench.scheduler.end(bench.scheduler.keys()[0], Phase.ABORTED, bench.now)
+    bench.scheduler.end(bench.scheduler.held.keys()[0], Phase.ABORTED, bench.now)
 
     again = bench.reserve("held", prompt(70))
     assert again is not None
@@ -430,7 +451,7 @@ def test_BR_068_a_large_transfer_is_not_passed_for_ever() -> None:
     assert small(3001) is not None, "who asks no more is forgotten"
     bench.scheduler.end(again, Phase.ABORTED, bench.now)
     check_whole(bench.core)
-    assert len(bench.scheduler) == 0
+    assert len(bench.scheduler.held) == 0
 
 
 # ---------------------------------------------------------------- going out early
@@ -480,7 +501,7 @@ def test_BR_006_ended_while_its_step_is_out(station: str) -> None:
     held, slots = bench.core.pool.held, bench.core.free_slots
     bench.scheduler.end(key, Phase.ABORTED, bench.now)
     assert (bench.core.pool.held, bench.core.free_slots) == (held, slots)
-    assert {outcome.seq.key[0] for outcome in bench.finish(batch)} == {"witness"}
+    assert {seq.key[0] for seq, _, _ in bench.finish(batch)} == {"witness"}
     del bench.wanted[key], bench.answers[key]
     bench.to_the_end()
     bench.check_exact_and_empty()
@@ -490,7 +511,7 @@ def test_what_a_recompute_finds_again_is_not_reported_as_cached() -> None:
     bench = Bench(num_blocks=12)
     for number in range(3):
         bench.add(f"r{number}", prompt(8, 100 * number), 20)
-    seqs = bench.scheduler.sequences()
+    seqs = bench.scheduler.held.sequences()
     bench.to_the_end()
     assert any(seq.preemptions for seq in seqs)
     assert [seq.cached_tokens for seq in seqs] == [0, 0, 0]
@@ -516,7 +537,7 @@ def test_a_local_prefill_is_not_passed_by_transfers_for_ever() -> None:
     assert taken >= MAX_PASSES, "it is passed, for a while"
     assert len(bench.answers[large]) == 1, "it never starts"
     assert bench.reserve("again", prompt(30)) is not None
-    for seq in bench.scheduler.sequences():
+    for seq in bench.scheduler.held.sequences():
         bench.scheduler.end(seq.key, Phase.ABORTED, bench.now)
     check_whole(bench.core)
 
@@ -544,7 +565,7 @@ def test_story_of_a_token_that_nobody_knows_yet() -> None:
     bench.finish(first)
     third = bench.schedule()
     assert third is not None and third.token_ids == [-1], "b's third token is on its way and the last"
-    assert [outcome.finish for outcome in bench.finish(second)] == [None, "length"]
+    assert [finish for _, _, finish in bench.finish(second)] == [None, "length"]
     bench.finish(third)
     bench.to_the_end()
     bench.check_exact_and_empty()
@@ -563,8 +584,8 @@ def test_story_of_an_answer_that_had_ended() -> None:
     third = bench.schedule()
     assert third is not None and third.token_ids == [-1]
     held = bench.core.pool.held
-    [outcome] = bench.finish(second)
-    assert outcome.finish == "stop" and seq.over and bench.core.pool.held == held > 0
+    [(_, _, finish)] = bench.finish(second)
+    assert finish == "stop" and seq.over and bench.core.pool.held == held > 0
     assert bench.finish(third) == [], "never shown"
     bench.check_exact_and_empty()
 
@@ -586,7 +607,7 @@ def test_story_of_rows_that_need_their_token_here() -> None:
     made = request("free", ids := prompt(7, 900), 6)
     made = replace(made, sampling=replace(made.sampling, logprobs=1))
     free = bench._expect(bench.scheduler.add(made, attempt(), b"", bench.now), ids, 6)
-    while bench.scheduler.num_waiting or bench.scheduler._prefilling:
+    while bench.scheduler.held.num_waiting or bench.scheduler.held.prefilling:
         bench.step()
     first, second = ahead_of(bench)
     assert len(first.rows) == 5 and [seq.key for seq in second.rows] == [free]
@@ -607,7 +628,7 @@ def test_story_of_no_block_for_a_second_batch() -> None:
     bench.add("b", prompt(10, 300), 14)
     preempted = 0
     for _ in range(200):
-        if not len(bench.scheduler):
+        if not len(bench.scheduler.held):
             break
         out = [batch for batch in (bench.schedule(), bench.schedule()) if batch is not None]
         for batch in out:
@@ -629,7 +650,7 @@ def test_two_batches_out_say_what_one_says(num_blocks: int) -> None:
             bench.add(f"r{number}", ids, count, priority=number % 3)
         out: list[Batch] = []
         most = 0
-        while len(bench.scheduler) or out:
+        while len(bench.scheduler.held) or out:
             while len(out) < max_inflight and (batch := bench.schedule()) is not None:
                 out.append(batch)
             most = max(most, len(out))

@@ -503,7 +503,7 @@ def test_a_delivery_that_raises_costs_its_own_request_alone() -> None:
         assert isinstance(accept, Accept)
         bench.frames(wanted, list(accept.wanted))
         bench.hear(handover_of(wanted), P)
-    seqs = bench.worker._scheduler.sequences()
+    seqs = bench.worker._scheduler.held.sequences()
     seqs[0].life.phase = Phase.QUEUED
     ends = {m.key: m for m in bench.turn() if isinstance(m, Ended)}
     assert list(ends) == [seqs[0].key]
