@@ -12,6 +12,7 @@ was more than a third of a block's time over shm, at both ends (`python -m bench
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 import zmq
 
@@ -23,6 +24,7 @@ from transfer.channel import Arrived, Frame
 from transfer.inbox import Inbox
 
 HEADER_BYTES = 4096 * BLOCKS_AT_ONCE
+_ROW = attrgetter("id", "attempt", "index", "part", "checksum", "size", "offset")
 
 
 def frames_of(packed: Sequence[tuple[Block, Frame]], me: Sender, *, one_header: bool) -> list[Frame]:
@@ -33,10 +35,7 @@ def frames_of(packed: Sequence[tuple[Block, Frame]], me: Sender, *, one_header: 
     assert len(frames) in (0, len(packed)), (
         "a channel sends the bytes of all blocks beside the header, or of none"
     )
-    rows = tuple(
-        (header.id, header.attempt, header.index, header.part, header.checksum, header.size, header.offset)
-        for header, _ in packed
-    )
+    rows = tuple(_ROW(header) for header, _ in packed)
     return [*frames, encode(Blocks(packed[0][0].channel, rows), me)]
 
 

@@ -45,5 +45,7 @@ class Outgoing:
 
         Else each block's Credit would let just one block go, and no two would ever share a message again. A quarter of
         the window comes back even when the Credit of a message is lost."""
+        if room <= 0:  # as most often is said of a window that is in use
+            return 0
         ready = sum(index < self.computed for index in islice(self.to_send, BLOCKS_AT_ONCE))
         return min(ready, room) if room >= min(ready, BLOCKS_AT_ONCE, max(1, self.window_frames // 4)) else 0
