@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from common.front_messages import Rejected
 from common.lifecycle import Life, Phase
+from common.ordering import due_at
 from common.request import Request
 from coordinator.dispatcher import Dispatcher
 from coordinator.forecast import Forecaster, limit_s
@@ -20,6 +21,9 @@ from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
 from coordinator.targets import NO_TARGETS
 from coordinator.tracker import Forecast, Tracked
+
+NEWEST = 1 << 62
+"""As an arrival: after everybody that is here."""
 
 
 class Admission:
@@ -70,7 +74,8 @@ class Admission:
         """Of the first token of one that came now. None where nothing was promised, or nobody can say."""
         if self._placing.targets(request) == NO_TARGETS:
             return None
-        tracked = Tracked(request, 0, Life(Phase.WAITING, now), None, chain=chain_of(request))
+        life = Life(Phase.WAITING, now)
+        tracked = Tracked(request, NEWEST, life, None, due_at(request, now), chain=chain_of(request))
         tracked.lane = self._queue.policy.lane(request)
         self._placing.arrives(request, tracked.lane[0], now)
         return None if self._placing.targets(request).ttft_s is None else self._forecaster.of(tracked, now)
@@ -79,8 +84,13 @@ class Admission:
         """None where that keeps its promise."""
         targets = self._placing.targets(request)
         within_s = limit_s(forecast, targets)
-        if not self._refuse_late or within_s is None or forecast.ttft_s <= within_s:
+        if not self._refuse_late or within_s is None:
             return None
-        promised = f"tier {request.tier} promises {targets.ttft_s:g} s"
-        why = f"its first token would take {forecast.ttft_s:.2f} s, {promised}"
-        return Rejected(request.request_id, "NotAdmitted", why, forecast.ttft_s - within_s)
+        if forecast.ttft_s > within_s:
+            promised = f"tier {request.tier} promises {targets.ttft_s:g} s"
+            why = f"its first token would take {forecast.ttft_s:.2f} s, {promised}"
+            return Rejected(request.request_id, "NotAdmitted", why, forecast.ttft_s - within_s)
+        if forecast.spoils_s:
+            why = f"others that wait would miss what they were promised for it, by {forecast.spoils_s:.2f} s"
+            return Rejected(request.request_id, "NotAdmitted", why, forecast.spoils_s)
+        return None

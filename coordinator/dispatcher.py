@@ -252,6 +252,7 @@ class Dispatcher:
         computer = prefill or decode
         share = self._placing.share(tracked, prefill, decode)
         self._router.assign(tracked.id, computer.id, decode.id, share, now)
+        self._placing.pressure.took(share.number, share.seconds, now)
         outputs, request = pack_ids(tracked.outputs), _as_sent(tracked, now)
         if prefill is None:
             return self.command(tracked, Decode(*tracked.key, request, outputs), now)

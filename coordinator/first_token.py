@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from coordinator.recent_gaps import RecentGaps
 from coordinator.targets import Targets
 
-SHARE = 0.97  # of recent gaps that are to keep the target
-CAUTION = 0.9  # of a target is aimed at
+SHARE = 0.985  # of recent gaps that are to keep the target
+CAUTION = 0.9  # of an ITL target is aimed at
+LATEST = 0.98  # of a TTFT target is the latest that one is held to
 LEAST_S = 0.001
 
 
@@ -38,5 +39,5 @@ class FirstTokenPacing:
             return 0.0
         hold_s = min(usual_s - CAUTION * targets.itl_s, targets.itl_s)
         if targets.ttft_s is not None:
-            hold_s = min(hold_s, CAUTION * targets.ttft_s - waited_s)
+            hold_s = min(hold_s, LATEST * targets.ttft_s - waited_s)
         return hold_s if hold_s >= LEAST_S else 0.0

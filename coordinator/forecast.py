@@ -1,11 +1,15 @@
 """When a request that came now would have its first token, and what its targets allow. Pure.
 
 From the step times that workers say of themselves, and the coordinator's own account of what is ahead: prompts given
-to each worker, prompts in the queue before this one, rows of the decode batches. Three waits, of which the longest
-counts: for a worker that computes prompts (the queue fills them up evenly, as water would), for a row of a decode
-batch that keeps its ITL targets (the k-th of those that stand there to end, by the answers that its tier gives), and
-the prompt's own time after that. What comes out is corrected by how such forecasts have done of late, between half
-and twice as long.
+to each worker, prompts in the queue before this one, rows of the decode batches. The queue is played forward, one
+prompt after the other, by the rule by which it will be given out (`lookahead.py`), behind as many as that is cheap for;
+what stands before those fills the workers up evenly. A row of a decode batch that keeps its ITL targets may be longer
+in coming (the k-th of those that stand there to end, by the answers that its tier gives). Better classes go on coming:
+so much of the workers' time as they took of late is not there for it. What comes out is corrected by how such forecasts
+have done of late, between half and twice as long.
+
+Who would go before others of its class that wait and were promised a time, by its tenant's share or its deadline, is
+not let in while one of those would miss it for that.
 
 A prompt so long that it would miss alone is held to LONG times what it takes alone: an idle service refuses nobody.
 """
@@ -13,23 +17,30 @@ A prompt so long that it would miss alone is held to LONG times what it takes al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
-from coordinator.first_token import CAUTION as PACING_CAUTION
+from common.request import WorkerId
+from coordinator.first_token import LATEST
+from coordinator.lanes import Entry
+from coordinator.lookahead import Computer, Lookahead
 from coordinator.placing import Placing
 from coordinator.queue import WaitingQueue
 from coordinator.recent_gaps import ENOUGH
 from coordinator.registry import Worker
 from coordinator.router import Router
-from coordinator.step_costs import LEAST_CHUNK, prompt_seconds, share_seconds
+from coordinator.step_costs import LEAST_CHUNK, Pace
 from coordinator.targets import Targets
 from coordinator.tracker import Forecast, Tracked, Tracker
 
 LONG = 1.5
 MOST_SINGLE = 32
+MOST_LOOKS = 2048
+"""Prompts of the queue times workers that may compute them, that are looked at for one forecast."""
 MOST_CORRECTION = 2.0
 FIRST_CORRECTION = 1.04  # a step more or less is what no forecast can know
+MOST_PRESSURE = 0.9
+MOST_CLASSES = 64
 KEPT = 0.9  # of forecasts like the last ones are to come true; most are nowhere near their limit
 COUNTS_FROM = 0.25
 """Of its target: what is forecast to be sooner is never near being refused, and mostly of what no forecast knows."""
@@ -42,19 +53,9 @@ def limit_s(forecast: Forecast, targets: Targets) -> float | None:
         return None
     limit_s = targets.ttft_s
     if targets.itl_s is not None and forecast.gap_s > targets.itl_s:
-        hold_s = min(forecast.gap_s - PACING_CAUTION * targets.itl_s, targets.itl_s)
-        limit_s = min(limit_s, PACING_CAUTION * targets.ttft_s - hold_s)
+        hold_s = min(forecast.gap_s - targets.itl_s, targets.itl_s)
+        limit_s = min(limit_s, LATEST * targets.ttft_s - hold_s)
     return max(limit_s, LONG * forecast.alone_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """Who may compute the prompt: seconds of work ahead there, of this one, and of a token of those in the queue."""
-
-    ahead_s: float
-    own_s: float
-    alone_s: float
-    token_s: float
 
 
 class Correction:
@@ -77,30 +78,62 @@ class Forecaster:
         self._tracker = tracker
         self._router = router
         self._placing = placing
-        self.correction = Correction()
+        self._corrections: dict[int, Correction] = {}
 
     def of(self, tracked: Tracked, now: float) -> Forecast | None:
         """None while step times are not known of every worker that may compute it."""
-        deciders = self._placing.deciders(tracked)
-        prefillers = self._placing.prefillers(tracked)
-        requests, tokens = self._queue.ahead_of(tracked.lane)
-        mean = tokens / requests if requests else float(tracked.tokens)
-        servers = [self._server(tracked, w, mean, now) for w in prefillers or deciders]
-        known = [server for server in servers if server is not None]
-        if not known or len(known) < len(servers):
+        deciders, prefillers = self._placing.deciders(tracked), self._placing.prefillers(tracked)
+        pools = self._computers(tracked, prefillers or deciders, now)
+        if pools is None or not pools:
             return None
-        if prefillers and self._placing.local_prefill:
-            beside = [self._server(tracked, w, mean, now, LEAST_CHUNK) for w in deciders]
-            known += [server for server in beside if server is not None]
-        row_wait_s = self._row_wait_s(tracked, deciders, round(requests), now)
-        begins_s = _begins(known, round(requests), tokens)
-        first_s = min(
-            max(begin_s, row_wait_s) + (server.own_s if begin_s else server.alone_s)
-            for server, begin_s in zip(known, begins_s, strict=True)
-        )
+        local = self._beside(tracked, deciders, now) if prefillers else {}
+        beside = list(local.values())
+        requests, tokens = self._queue.ahead_of(tracked.lane)
+        most = min(MOST_SINGLE, MOST_LOOKS // (len(pools) + len(beside)))
+        place = self._queue.policy.place(tracked.due, tracked.arrival)
+        before, behind = self._queue.around(tracked.lane, place, most) if len(self._queue) else ([], [])
+        if len(before) == most:
+            _fill([*pools, *beside], max(0.0, tokens - sum(entry.tokens for entry in before)))
         gap_s = min(map(self._placing.gap_s, deciders)) if prefillers else 0.0
-        alone_s = min(server.alone_s for server in known)
-        return Forecast(first_s * self.correction.factor, first_s, gap_s, alone_s)
+        alone_s = min(one.pace.alone_s(one.own_tokens) for one in (*pools, *beside))
+        ahead = Lookahead(pools, beside, gap_s)
+        row_s = self._row_waits(tracked, deciders, local, now)
+        for number, entry in enumerate(before):
+            ahead.after(row_s(number))
+            ahead.next(entry.tokens)
+        ahead.after(row_s(len(before) if len(before) < most else round(requests)))
+        without = ahead.copy() if behind else ahead
+        first_s, is_local = ahead.next(None)
+        spoils_s = self._spoils_s(behind, ahead, without, now)
+        first_s /= 1 - min(
+            MOST_PRESSURE, self._placing.pressure.above(tracked.lane[0], now) / (len(pools) + len(beside))
+        )
+        gap_s = 0.0 if is_local or not prefillers else max(map(self._placing.late_gap_s, deciders))
+        return Forecast(first_s * self.correction(tracked.lane[0]).factor, first_s, gap_s, alone_s, spoils_s)
+
+    def correction(self, number: int) -> Correction:
+        """Of a class: a better one is forecast better."""
+        found = self._corrections.get(number)
+        if found is None:
+            if len(self._corrections) >= MOST_CLASSES:
+                del self._corrections[next(iter(self._corrections))]
+            found = self._corrections[number] = Correction()
+        return found
+
+    def _spoils_s(self, behind: list[Entry], ahead: Lookahead, without: Lookahead, now: float) -> float:
+        """By how much those that wait behind it, and were promised a time, would miss that for its sake."""
+        spoils_s = 0.0
+        for entry in behind:
+            factor = self.correction(entry.lane[0]).factor
+            first_s, would_be_s = (factor * way.next(entry.tokens)[0] for way in (ahead, without))
+            other = self._tracker.get(entry.id)
+            if other is None or other.forecast is None:
+                continue
+            within_s = limit_s(other.forecast, self._placing.targets(other.request))
+            left_s = (within_s or 0.0) - (now - other.submitted_at)
+            if would_be_s <= left_s < first_s:
+                spoils_s = max(spoils_s, first_s - left_s)
+        return spoils_s
 
     def came(self, tracked: Tracked, now: float) -> None:
         """Its first token has."""
@@ -109,81 +142,103 @@ class Forecaster:
         if forecast is None or targets.ttft_s is None or tracked.attempts > 1:
             return
         if forecast.plain_s >= COUNTS_FROM * targets.ttft_s:
-            self.correction.observed(now - tracked.submitted_at, forecast.plain_s)
+            self.correction(tracked.lane[0]).observed(now - tracked.submitted_at, forecast.plain_s)
 
-    def _server(
-        self, tracked: Tracked, worker: Worker, mean: float, now: float, least_chunk: int = 0
-    ) -> _Server | None:
-        """`mean` tokens have those that wait in the queue."""
-        model = worker.load.step_model
-        if not model:
-            return None
-        budget = worker.card.max_num_batched_tokens
-        tokens = self._placing.to_compute(tracked, worker)
-        ahead_s = self._router.prompts(worker.id).seconds_ahead(tracked.lane[0], now)
-        if worker.role == "decode":
-            local = self._placing.local(worker, self._placing.targets(tracked.request).itl_s)
-            if local is None or local.chunk < least_chunk:
+    def _computers(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Computer] | None:
+        found = []
+        for worker in workers:
+            pace = self._placing.pace(worker, self._placing.targets(tracked.request).itl_s)
+            if pace is None:
                 return None
-            own_s = local.seconds(tokens)
-            return _Server(
-                ahead_s,
-                own_s,
-                prompt_seconds(model, tokens, budget),
-                local.row_step_s / local.chunk + local.token_s,
-            )
-        full_step_s = share_seconds(model, 1, budget, budget)
-        own_s = (
-            share_seconds(model, 1, tokens, budget) + full_step_s / 2
-        )  # it ends within a step that it shares
-        alone_s = prompt_seconds(model, tokens, budget)
-        return _Server(ahead_s, own_s, alone_s, share_seconds(model, 1, max(1, round(mean)), budget) / mean)
+            found.append(self._computer(tracked, worker, pace, now))
+        return found
 
-    def _row_wait_s(self, tracked: Tracked, deciders: list[Worker], waiting: int, now: float) -> float:
-        """Until so many have found a row of a decode batch, and then this one."""
-        short = waiting + 1 - self._placing.free_rows(tracked, deciders, now)
-        if short <= 0:
-            return 0.0
+    def _beside(self, tracked: Tracked, deciders: list[Worker], now: float) -> dict[WorkerId, Computer]:
+        """Decode workers that may compute it though there are prefill workers."""
+        found: dict[WorkerId, Computer] = {}
+        if not self._placing.local_prefill or tracked.request.scored_prompt_tokens:
+            return found
+        for worker in deciders:
+            local = self._placing.local(worker, self._placing.targets(tracked.request).itl_s)
+            if local is not None and local.step_tokens >= LEAST_CHUNK:
+                one = found[worker.id] = self._computer(tracked, worker, local, now)
+                one.local_gap_s = self._placing.row_step_s(worker)
+        return found
+
+    def _computer(self, tracked: Tracked, worker: Worker, pace: Pace, now: float) -> Computer:
+        tokens = self._placing.to_compute(tracked, worker)
+        prompts = self._router.prompts(worker.id)
+        return Computer(pace, prompts.line(tracked.lane[0], tokens, pace.alone_s(tokens), now), tokens)
+
+    def _row_waits(
+        self, tracked: Tracked, deciders: list[Worker], local: Mapping[WorkerId, Computer], now: float
+    ) -> Callable[[int], float]:
+        """Until whoever so many wait before finds a row of a decode batch. Steps with prompts in them take longer until
+        those of `local` are computed, as far as those are known when it is asked."""
+        free = self._placing.free_rows(tracked, deciders, now)
         steps_s = {worker.id: self._placing.row_step_s(worker) for worker in deciders}
-        ends_s = sorted(
-            self._placing.answer_left(other) * steps_s[other.decode]
+        rows = [
+            (self._placing.answer_left(other), other.decode)
             for other in self._tracker.dispatched()
             if other.decode in steps_s
-        )
-        if not ends_s:
-            return 0.0
-        rounds, place = divmod(short - 1, len(ends_s))
-        answer_s = self._placing.answer_left(tracked) * sum(steps_s.values()) / len(steps_s)
-        return ends_s[place] + rounds * answer_s
+        ]
+
+        def wait_s(waiting: int) -> float:
+            if waiting < free or not rows:
+                return 0.0
+            ends_s = sorted(
+                _steps_s(left, steps_s[worker], local.get(worker)) for left, worker in rows if worker
+            )
+            rounds, place = divmod(waiting - free, len(ends_s))
+            answer_s = self._placing.answer_left(tracked) * sum(steps_s.values()) / len(steps_s)
+            return ends_s[place] + rounds * answer_s
+
+        return cache(wait_s) if len(rows) > MOST_SINGLE else wait_s
 
 
-def _begins(servers: Sequence[_Server], requests: int, tokens: float) -> list[float]:
-    """Seconds until each of them is free for one that comes behind a queue of so many prompts with so many tokens
-    together, each of which goes where it is done first; of many, the first ones fill up the servers as water
-    would."""
-    free_s = [server.ahead_s for server in servers]
-    if not requests:
-        return free_s
-    each = tokens / requests
-    if requests > MOST_SINGLE:
-        level_s = _level(servers, tokens - MOST_SINGLE * each)
-        free_s = [max(ahead_s, level_s) for ahead_s in free_s]
-    for _ in range(min(requests, MOST_SINGLE)):
-        done_s = [at_s + each * server.token_s for at_s, server in zip(free_s, servers, strict=True)]
-        soonest = done_s.index(min(done_s))
-        free_s[soonest] = done_s[soonest]
-    return free_s
+def _steps_s(steps: int, row_step_s: float, local: Computer | None) -> float:
+    """Of an answer that has so many left, the first of which is half done: longer ones where prompts stand in them."""
+    left, at_s = steps - 0.5, 0.0
+    if local is None or not local.line or not row_step_s:
+        return left * row_step_s
+    tokens = local.line[-1][1]
+    longer_s = local.pace.taken_s(tokens) / (0.5 - (-tokens // local.pace.step_tokens))
+    given_s = local.line[-1 - len(local.later)][0] if len(local.line) > len(local.later) else 0.0
+    for begins_s, ends_s in ((0.0, given_s), *local.later):
+        between = min(left, (begins_s - at_s) / row_step_s)
+        if between == left:
+            break
+        left -= between
+        during = min(left, (ends_s - begins_s) / longer_s)
+        if during == left:
+            return begins_s + during * longer_s
+        left -= during
+        at_s = ends_s
+    return at_s + left * row_step_s
 
 
-def _level(servers: Sequence[_Server], tokens: float) -> float:
-    """Seconds until the queue before this one is begun, filled into whoever is free first."""
+def _fill(computers: Sequence[Computer], tokens: float) -> None:
+    """So many tokens of those that wait go to whoever is free first, and fill them up evenly, as water would."""
+    level_s = _level([(one.free_s, _token_s(one.pace)) for one in computers], tokens)
+    for one in computers:
+        if one.free_s < level_s:
+            one.line = [(level_s, one.pace.step_tokens)]
+
+
+def _token_s(pace: Pace) -> float:
+    """Of each token of a whole step."""
+    return pace.taken_s(pace.step_tokens) / pace.step_tokens
+
+
+def _level(servers: Sequence[tuple[float, float]], tokens: float) -> float:
+    """Seconds until those that are free then, each with seconds a token, have begun so many."""
     if not tokens:
         return 0.0
     level_s = work = per_s = 0.0
-    for server in sorted(servers, key=lambda server: server.ahead_s):
-        if per_s and work + (server.ahead_s - level_s) * per_s >= tokens:
+    for free_s, token_s in sorted(servers):
+        if per_s and work + (free_s - level_s) * per_s >= tokens:
             break
-        work += (server.ahead_s - level_s) * per_s
-        level_s = server.ahead_s
-        per_s += 1 / server.token_s if server.token_s > 0 else 1e9
+        work += (free_s - level_s) * per_s
+        level_s = free_s
+        per_s += 1 / token_s if token_s > 0 else 1e9
     return level_s + (tokens - work) / per_s

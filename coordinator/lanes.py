@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 
 from common.ordering import Lane, Place
 from common.request import RequestId
@@ -130,6 +132,24 @@ class Lanes:
             requests += served * total.requests
             tokens += served * total.tokens
         return requests, tokens
+
+    def around(self, lane: Lane, place: Place, most: int) -> tuple[list[Entry], list[Entry]]:
+        """Who is served before one that comes there now, and who of its class behind it, both in order, no more than
+        `most` together."""
+        level = max(self.shares.counter(lane), self._least_counter(lane[0]) or 0.0)
+        before: list[Entry] = []
+        behind: list[Entry] = []
+        with closing(self.in_order(lambda entry: True)) as order:
+            for (number, counter, at), entry in islice(order, most):
+                if number > lane[0]:
+                    break
+                if number == lane[0] and not behind:
+                    if at > place if entry.lane == lane else (counter, at) > (level, place):
+                        behind.append(entry)
+                        continue
+                    level += entry.cost if entry.lane == lane else 0.0
+                (behind or before).append(entry)
+        return before, behind
 
     def _others(self, lane: Lane, own: _Total, least: float) -> list[tuple[_Total, float, int]]:
         """Lanes of its class, each with its counter, or all of them together."""

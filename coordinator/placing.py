@@ -19,22 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from common.request import Request
 from coordinator.answer_lengths import AnswerLengths
+from coordinator.lookahead import LOCAL_GAIN
 from coordinator.prefixes import Prefixes
+from coordinator.pressure import Pressure
 from coordinator.recent_gaps import RecentGaps
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router, Share, least
-from coordinator.step_costs import (
-    LEAST_CHUNK,
-    gap_seconds,
-    local_chunk,
-    prompt_seconds,
-    rows_within,
-    share_seconds,
-)
+from coordinator.step_costs import LEAST_CHUNK, Beside, Chunks, Pace, gap_seconds, local_chunk, rows_within
 from coordinator.targets import NO_TARGETS, Targets
 from coordinator.tracker import Tracked
 
@@ -42,7 +36,8 @@ AFFINITY = 0.25
 HEADROOM = 1 / 8
 GUESTS_FOR_S = 60.0
 MOST_GUESTS = 64
-LOCAL_GAIN = 0.9
+LATE_GAP = 0.7
+"""Of hand-overs by way of a prefill worker, so many take no longer than is reckoned with."""
 GAP_STEPS = 1.5
 """Steps from first to second token by way of a prefill worker, while nothing is known of it: half of one that runs,
 one, and the transfer beside it."""
@@ -51,18 +46,6 @@ one, and the transfer beside it."""
 def blocks_of(tokens: int, block_size: int) -> int:
     """What so many new tokens take of a decode worker: they may begin and end inside a block, and grow by one."""
     return tokens // block_size + 2
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """How a decode worker would compute prompts beside its batch."""
-
-    chunk: int  # tokens in a step, at most
-    row_step_s: float  # of a step without any
-    token_s: float  # of each of them
-
-    def seconds(self, tokens: int) -> float:
-        return -(-tokens // self.chunk) * self.row_step_s + self.token_s * tokens
 
 
 class Placing:
@@ -81,6 +64,7 @@ class Placing:
         self.prefixes = Prefixes()
         self.lengths = AnswerLengths()
         self.gaps = RecentGaps()
+        self.pressure = Pressure()
         self._guests: dict[tuple[int, float | None], float] = {}  # class and ITL target → last asked for
 
     # ------------------------------------------------------------ promises
@@ -193,13 +177,14 @@ class Placing:
         best, best_s = None, float("inf")
         for worker in with_room:
             local = self.local(worker, self.targets(tracked.request).itl_s)
-            if local is None or local.chunk < LEAST_CHUNK or worker.id in tracked.avoid:
+            if local is None or local.step_tokens < LEAST_CHUNK or worker.id in tracked.avoid:
                 continue
-            tokens = self.to_compute(tracked, worker)
+            tokens, number = self.to_compute(tracked, worker), tracked.lane[0]
             ahead = self._router.prompts(worker.id)
-            if ahead and not ahead.has_room(tokens, tracked.lane[0], local.chunk):
+            if ahead and not ahead.has_room(tokens, number, local.step_tokens):
                 continue
-            first_s = ahead.seconds_ahead(tracked.lane[0], now) + local.seconds(tokens)
+            own_s = local.alone_s(tokens)
+            first_s = ahead.seconds_ahead(number, tokens, own_s, now) + own_s
             second_s = first_s + self.row_step_s(worker)
             if second_s < min(best_s, LOCAL_GAIN * (by_pair_s + self.gap_s(worker))):
                 best, best_s = worker, second_s
@@ -208,9 +193,9 @@ class Placing:
     def may_be_local(self, worker: Worker) -> bool:
         """Whether prompts may be computed beside its batch, those of nobody in particular."""
         local = self.local(worker, None) if self.local_prefill else None
-        return local is not None and local.chunk >= LEAST_CHUNK
+        return local is not None and local.step_tokens >= LEAST_CHUNK
 
-    def local(self, worker: Worker, itl_s: float | None) -> Local | None:
+    def local(self, worker: Worker, itl_s: float | None) -> Beside | None:
         """How it would compute prompts beside its batch, within the tightest of its targets and `itl_s`; where those
         leave no time, a little all the same. None where its step times are not known."""
         model = worker.load.step_model
@@ -221,7 +206,7 @@ class Placing:
         budget = worker.card.max_num_batched_tokens
         chunk = local_chunk(model, len(rows), rows.context, budget, min(itls, default=None))
         chunk = max(chunk, LEAST_CHUNK - 1)
-        return Local(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3])
+        return Beside(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3], len(rows))
 
     def _by_pair_s(self, tracked: Tracked, prefillers: list[Worker], now: float) -> float | None:
         """Until the first token, by way of the prefill worker that would have it soonest, with room or without."""
@@ -233,6 +218,11 @@ class Placing:
     def gap_s(self, worker: Worker) -> float:
         """From first to second token by way of a prefill worker."""
         usual_s = self.gaps.usual_s(0.5)
+        return GAP_STEPS * self.row_step_s(worker) if usual_s is None else usual_s
+
+    def late_gap_s(self, worker: Worker) -> float:
+        """One of the longer ones of these."""
+        usual_s = self.gaps.usual_s(LATE_GAP)
         return GAP_STEPS * self.row_step_s(worker) if usual_s is None else usual_s
 
     def row_step_s(self, worker: Worker) -> float:
@@ -252,20 +242,19 @@ class Placing:
             tokens, ahead = self.to_compute(tracked, worker), self._router.prompts(worker.id)
             if not in_seconds:
                 return float(ahead.tokens + tokens)
-            own_s = self.own_seconds(worker, tokens)
-            return ahead.seconds_ahead(tracked.lane[0], now) + own_s
+            pace = self.pace(worker, self.targets(tracked.request).itl_s)
+            own_s = 0.0 if pace is None else pace.alone_s(tokens)
+            return ahead.seconds_ahead(tracked.lane[0], tokens, own_s, now) + own_s
 
         return cost
 
-    def own_seconds(self, worker: Worker, tokens: int) -> float:
-        """Of a prompt of so many tokens there, once its turn has come; 0 where nobody can say."""
+    def pace(self, worker: Worker, itl_s: float | None) -> Pace | None:
+        """How it computes prompts of those who are promised `itl_s`; None where its step times are not known."""
         model = worker.load.step_model
         if not model:
-            return 0.0
-        local = self.local(worker, None) if worker.role == "decode" else None
-        if local is not None:
-            return local.seconds(tokens)
-        return prompt_seconds(model, tokens, worker.card.max_num_batched_tokens)
+            return None
+        local = self.local(worker, itl_s) if worker.role == "decode" else None
+        return local or Chunks(model, worker.card.max_num_batched_tokens)
 
     def to_compute(self, tracked: Tracked, worker: Worker) -> int:
         """Tokens of it that are not in the worker's cache, by what is known here."""
@@ -285,17 +274,16 @@ class Placing:
         request = tracked.request
         computer = prefill or decode
         tokens = self.to_compute(tracked, computer)
-        if prefill is None or not prefill.load.step_model:
-            seconds = self.own_seconds(computer, tokens)
-        else:
-            seconds = share_seconds(prefill.load.step_model, 1, tokens, prefill.card.max_num_batched_tokens)
+        itl_s = self.targets(request).itl_s
+        pace = self.pace(computer, itl_s)
         return Share(
             tokens,
             self._blocks(tracked, decode),
-            seconds,
+            0.0 if pace is None else pace.taken_s(tokens),
             tracked.lane[0],
             tracked.tokens + self.answer_left(tracked) // 2,
-            self.targets(request).itl_s,
+            itl_s,
+            tracked.due,
         )
 
     def answer_left(self, tracked: Tracked) -> int:

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from itertools import islice
 
-from common.ordering import AGEING_S, Fair, Lane, Policy
+from common.ordering import AGEING_S, Fair, Lane, Place, Policy
 from common.request import RequestId
 from common.shares import Shares
 from coordinator.lanes import Entry, Lanes, Rank
@@ -144,6 +144,11 @@ class WaitingQueue:
     def ahead_of(self, lane: Lane) -> tuple[float, float]:
         """Requests and prompt tokens that are served before one that comes to `lane` now, as things stand."""
         return self._lanes.before(lane)
+
+    def around(self, lane: Lane, place: Place, most: int) -> tuple[list[Entry], list[Entry]]:
+        """Who is served before one that comes there now, and who of its class behind it, both in order, no more than
+        `most` together."""
+        return self._lanes.around(lane, place, most)
 
     def rank(self, entry: Entry, within: int) -> Rank | None:
         """Where it stands, None where more than `within` of its lane stand before it."""

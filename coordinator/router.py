@@ -19,6 +19,7 @@ from common.step_budget import LONGER
 from coordinator.registry import Worker
 
 STEPS_AHEAD = 2
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Share:
     number: int = 0  # its class
     context: int = 0
     itl_s: float | None = None
+    due: float = float("inf")  # when its first token is
 
 
 class Prompts:
@@ -78,15 +80,28 @@ class Prompts:
         shares, most = self._by_request.values(), LONGER * tokens
         return [share.tokens for share in shares if share.number <= number and share.tokens <= most]
 
-    def seconds_ahead(self, number: int, now: float) -> float:
-        """Of work before a prompt of that class: what is of its own or a better one, less what should be done of the
-        first."""
-        if not self._by_request:
-            return 0.0
-        total_s = sum(share.seconds for share in self._by_request.values() if share.number <= number)
-        first = next(iter(self._by_request.values()))
-        done_s = min(now - self._since, first.seconds) if first.number <= number else 0.0
-        return max(0.0, total_s - done_s)
+    def line(self, number: int, tokens: int, own_s: float, now: float) -> list[tuple[float, int]]:
+        """Who goes before a prompt of that class and so many tokens, which takes `own_s`: seconds until each is
+        computed, less what should be done of the first, and its tokens. One that is LONGER leaves half of each step
+        to it, but for the time until it is due (`common/step_budget.py`): so it takes as long again as the prompt
+        itself."""
+        found: list[tuple[float, int]] = []
+        at_s, done_s = 0.0, now - self._since
+        for share in self._by_request.values():
+            if share.number <= number:
+                left_s = max(0.0, share.seconds - done_s)
+                if share.tokens > LONGER * tokens:
+                    alone_s = share.due - now if now < share.due < _NEVER else 0.0
+                    left_s = min(left_s, alone_s + own_s)
+                at_s += left_s
+                found.append((at_s, share.tokens))
+            done_s = 0.0
+        return found
+
+    def seconds_ahead(self, number: int, tokens: int, own_s: float, now: float) -> float:
+        """Of work before such a prompt."""
+        line = self.line(number, tokens, own_s, now) if self._by_request else None
+        return line[-1][0] if line else 0.0
 
 
 class Rows:

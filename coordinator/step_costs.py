@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 from common.step_times import Coefficients, StepShape, chunk_for, seconds_of
 
 CAUTION = 0.9
@@ -54,3 +57,60 @@ def local_chunk(model: Coefficients, rows: int, context: int, budget: int, itl_s
         return chunk
     fitting = chunk_for(model, StepShape(rows + 1, context, 0), CAUTION * itl_s)
     return chunk if fitting is None else min(chunk, fitting)
+
+
+class Pace(Protocol):
+    """How a worker computes prompts, in seconds."""
+
+    @property
+    def step_tokens(self) -> int: ...
+    def alone_s(self, tokens: int) -> float:
+        """Of one with nobody before it."""
+
+    def first_s(self, tokens: int, *, behind: bool) -> float:
+        """Until its first token, once its turn has come; `behind`: right after another one."""
+
+    def taken_s(self, tokens: int) -> float:
+        """What it takes of the worker's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Of a prefill worker. Prompts that are shorter than a step share steps with those before and after them; a longer
+    one is alone in its last step too, since the next is given out when it is done (`router.py`)."""
+
+    model: Coefficients
+    step_tokens: int
+
+    def alone_s(self, tokens: int) -> float:
+        return prompt_seconds(self.model, tokens, self.step_tokens)
+
+    def first_s(self, tokens: int, *, behind: bool) -> float:
+        if not behind or tokens > self.step_tokens:
+            return self.alone_s(tokens)
+        return self.taken_s(tokens) + share_seconds(self.model, 1, self.step_tokens, self.step_tokens) / 2
+
+    def taken_s(self, tokens: int) -> float:
+        if tokens > self.step_tokens:
+            return self.alone_s(tokens)
+        return share_seconds(self.model, 1, tokens, self.step_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Of a decode worker, beside a batch of so many `rows`, a step of which takes `row_step_s`."""
+
+    step_tokens: int
+    row_step_s: float
+    token_s: float
+    rows: int
+
+    def alone_s(self, tokens: int) -> float:
+        return -(-tokens // self.step_tokens) * self.row_step_s + self.token_s * tokens
+
+    def first_s(self, tokens: int, *, behind: bool) -> float:
+        """A step of the rows alone is under way when it hears of it: half of one is left, more or less."""
+        return self.alone_s(tokens) + (self.row_step_s / 2 if self.rows else 0.0)
+
+    def taken_s(self, tokens: int) -> float:
+        return self.first_s(tokens, behind=True)

@@ -19,13 +19,15 @@ NO_ATTEMPT = Attempt(0)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds from now to the first token, from there to the second, and what the first would take with nobody ahead.
-    `plain_s`: the first, before it was corrected by how such forecasts did of late."""
+    """Seconds from now to the first token, from there to the second (0: the same worker gives both), and what the first
+    would take with nobody ahead. `plain_s`: the first, before it was corrected by how such forecasts did of late.
+    `spoils_s`: by how much others, promised a time, would miss it for its sake."""
 
     ttft_s: float
     plain_s: float
     gap_s: float
     alone_s: float
+    spoils_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.front_messages import Admitted, Progress, Rejected, RequestFinished
@@ -12,12 +14,12 @@ from coordinator.forecast import (
     LONG,
     MOST_CORRECTION,
     Correction,
-    _begins,
     _level,
-    _Server,
+    _steps_s,
     limit_s,
 )
-from coordinator.step_costs import prompt_seconds, rows_within, share_seconds
+from coordinator.lookahead import Computer
+from coordinator.step_costs import Beside, prompt_seconds, rows_within, share_seconds
 from coordinator.targets import Targets
 from coordinator.tracker import Forecast
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
@@ -75,18 +77,19 @@ def test_rows_within_a_target() -> None:
 def test_a_queue_fills_whoever_is_free_first(
     ahead_s: list[float], token_s: list[float], tokens: int, level_s: float
 ) -> None:
-    servers = [_Server(ahead, 0.0, 0.0, each) for ahead, each in zip(ahead_s, token_s, strict=True)]
-    assert _level(servers, tokens) == pytest.approx(level_s)
+    assert _level(list(zip(ahead_s, token_s, strict=True)), tokens) == pytest.approx(level_s)
 
 
-def test_few_in_a_queue_go_one_by_one_where_they_are_done_first() -> None:
-    servers = [_Server(0.0, 0.0, 0.0, 0.001), _Server(0.5, 0.0, 0.0, 0.002)]
-    assert _begins(servers, 0, 0.0) == [0.0, 0.5]
-    assert _begins(servers, 1, 400.0) == pytest.approx([0.4, 0.5])
-    assert _begins(servers, 2, 800.0) == pytest.approx([0.8, 0.5])
-    assert _begins(servers, 4, 1600.0) == pytest.approx([1.2, 1.3])
-    many = _begins(servers, 1000, 400_000.0)
-    assert many == pytest.approx([_level(servers, 400_000.0)] * 2, rel=0.01)
+def test_an_answer_goes_on_in_longer_steps_while_prompts_stand_in_them() -> None:
+    """Steps of 20 ms, or of 100 in the half second that what was given takes, and from 1 s on for a quarter."""
+    one = Computer(Beside(step_tokens=100, row_step_s=0.02, token_s=0.001, rows=3), [(0.5, 200)])
+    assert _steps_s(3, 0.02, None) == pytest.approx(0.05)
+    assert _steps_s(3, 0.02, one) == pytest.approx(0.25)
+    assert _steps_s(8, 0.02, one) == pytest.approx(0.55)
+    one.take(200, 1.0)
+    assert _steps_s(8, 0.02, one) == pytest.approx(0.55)
+    assert _steps_s(32, 0.02, one) == pytest.approx(1.15)
+    assert _steps_s(38, 0.02, one) == pytest.approx(1.25 + 5 * 0.02)
 
 
 # ---------------------------------------------------------------- what is promised
@@ -98,7 +101,7 @@ def test_limits() -> None:
     assert limit_s(idle, Targets(ttft_s=0.5)) == 0.5
     assert limit_s(idle, Targets(ttft_s=0.5, itl_s=0.1)) == 0.5
     held = limit_s(idle, Targets(ttft_s=0.5, itl_s=0.025))
-    assert held is not None and held < 0.45, "some of it is for the gap after it"
+    assert held == pytest.approx(0.98 * 0.5 - (0.03 - 0.025)), "some of it is for the gap after it"
     long = Forecast(2.0, 2.0, 0.0, 2.0)
     assert limit_s(long, Targets(ttft_s=0.5)) == LONG * 2.0, "an idle service refuses nobody"
 
@@ -154,6 +157,38 @@ def test_rows_that_are_all_taken_are_waited_for() -> None:
     bench.front(Progress(((RequestId("r3"), 1, tuple(range(490))),)))
     assert ask(bench, "chat2", 16) is None
     bench.front(RequestFinished(RequestId("r4"), "stop"))
+
+
+def of_tenant(bench: ClusterBench, name: str, tenant: str) -> str | None:
+    """Why it is refused."""
+    bench.fronts.clear()
+    asked = request(name, 64, tier="chat", first_id=sum(name.encode()) * 100)
+    bench.submit(replace(asked, tenant=tenant, deadline_s=0.5))
+    said = bench.fronts[0]
+    return said.reason if isinstance(said, Rejected) else None
+
+
+def test_who_would_go_before_others_and_make_them_miss_is_not_let_in() -> None:
+    """Another tenant has had nothing and goes before the last of five, all promised: one of those would be sixth."""
+    bench = known("p0", "d0", targets=CHAT)
+    assert [of_tenant(bench, f"a{number}", "a") for number in range(5)] == [None] * 5
+    why = of_tenant(bench, "b", "b")
+    assert why is not None and "others" in why
+    with_slack = known("p0", "d0", targets=CHAT)
+    assert [of_tenant(with_slack, f"a{number}", "a") for number in range(4)] == [None] * 4
+    assert of_tenant(with_slack, "b", "b") is None
+
+
+def test_better_classes_go_on_coming() -> None:
+    """Half of the worker's time went to them of late: what is forecast of a worse class takes twice as long."""
+    bench = known("p0", "d0", targets={"chat": Targets(ttft_s=0.5), "slow": Targets(ttft_s=0.31)})
+    for number in range(200):
+        name = f"r{number}"
+        bench.submit(request(name, 64, tier="chat", first_id=100_000 + 100 * number))
+        bench.front(Progress(((RequestId(name), 0, (1,)),)))
+        bench.front(RequestFinished(RequestId(name), "stop"))
+        bench.now += 0.15
+    assert [ask(bench, f"slow{n}", 64, "slow", priority=1) is None for n in range(3)] == [True, False, False]
 
 
 # ---------------------------------------------------------------- how forecasts did

@@ -101,11 +101,11 @@ def test_seconds_ahead_are_those_of_its_class_less_what_should_be_done() -> None
     router.assign(RequestId("a"), P0, None, share(10, seconds=1.0), 5.0)
     router.assign(RequestId("b"), P0, None, share(10, seconds=1.0), 5.0)
     prompts = router.prompts(P0)
-    assert prompts.seconds_ahead(0, 5.0) == 2.0
-    assert prompts.seconds_ahead(0, 5.5) == 1.5
+    assert prompts.seconds_ahead(0, 10, 1.0, 5.0) == 2.0
+    assert prompts.seconds_ahead(0, 10, 1.0, 5.5) == 1.5
     router.computed(RequestId("a"), P0, 5.75)
-    assert prompts.seconds_ahead(0, 6.0) == 0.75
-    assert prompts.seconds_ahead(0, 9.0) == 0.0
+    assert prompts.seconds_ahead(0, 10, 1.0, 6.0) == 0.75
+    assert prompts.seconds_ahead(0, 10, 1.0, 9.0) == 0.0
 
 
 def test_a_better_class_does_not_wait_for_a_worse_one() -> None:
@@ -113,5 +113,19 @@ def test_a_better_class_does_not_wait_for_a_worse_one() -> None:
     router.assign(RequestId("batch"), P0, None, share(10, seconds=3.0, number=5), 0.0)
     router.assign(RequestId("chat"), P0, None, share(10, seconds=1.0), 0.0)
     prompts = router.prompts(P0)
-    assert prompts.seconds_ahead(0, 0.5) == 1.0, "what is done meanwhile may be of the other"
-    assert prompts.seconds_ahead(5, 0.5) == 3.5
+    assert prompts.seconds_ahead(0, 10, 1.0, 0.5) == 1.0, "what is done meanwhile may be of the other"
+    assert prompts.seconds_ahead(5, 10, 1.0, 0.5) == 3.5
+
+
+def test_a_much_longer_prompt_takes_as_long_again_as_who_shares_steps_with_it() -> None:
+    """Once it is late, or if it is never due; until it is due it goes first."""
+    router = Router()
+    router.assign(RequestId("long"), P0, None, replace(share(1000, seconds=10.0), due=12.0), 0.0)
+    prompts = router.prompts(P0)
+    assert prompts.line(0, 100, 1.0, 0.0) == [(10.0, 1000)]
+    assert prompts.line(0, 100, 1.0, 9.0) == [(1.0, 1000)], "nearly done"
+    assert prompts.line(0, 300, 3.0, 0.0) == [(10.0, 1000)], "not so much longer"
+    router.assign(RequestId("long"), P0, None, share(1000, seconds=10.0), 0.0)
+    assert prompts.line(0, 100, 1.0, 0.0) == [(1.0, 1000)]
+    router.assign(RequestId("long"), P0, None, replace(share(1000, seconds=10.0), due=4.0), 0.0)
+    assert prompts.line(0, 100, 1.0, 0.0) == [(5.0, 1000)]

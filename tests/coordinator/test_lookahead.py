@@ -1,0 +1,84 @@
+"""Prompts that wait, played forward by the rule by which they are given out."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.lookahead import Computer, Lookahead
+from coordinator.pressure import MEMORY_S, Pressure
+from coordinator.step_costs import Beside, Chunks
+
+CHUNKS = Chunks((0.0, 0.0, 0.0, 0.001), 100)
+"""A thousand tokens a second, in steps of 100."""
+BESIDE = Beside(step_tokens=100, row_step_s=0.0, token_s=0.001, rows=0)
+
+
+def pool(*line: tuple[float, int]) -> Computer:
+    return Computer(CHUNKS, list(line), own_tokens=200)
+
+
+def beside(*line: tuple[float, int], gap_s: float = 0.02) -> Computer:
+    return Computer(BESIDE, list(line), own_tokens=200, local_gap_s=gap_s)
+
+
+def test_each_waits_for_room_and_for_those_before_it() -> None:
+    ahead = Lookahead([pool((0.5, 300))], [], 0.05)
+    assert [ahead.next(200)[0] for _ in range(3)] == pytest.approx([0.7, 0.9, 1.1])
+    ahead.after(2.0)
+    assert ahead.next(None)[0] == pytest.approx(2.2)
+
+
+def test_of_two_pools_whoever_has_room_first_gets_it() -> None:
+    ahead = Lookahead([pool((0.5, 300)), pool((0.1, 300))], [], 0.05)
+    assert [ahead.next(200)[0] for _ in range(4)] == pytest.approx([0.3, 0.5, 0.7, 0.7])
+
+
+def test_room_is_two_steps_and_much_longer_ones_take_none_of_it() -> None:
+    one = pool((0.3, 300), (0.35, 50))
+    assert one.room_s(200) == pytest.approx(0.3), (
+        "the long one must be done, the short one may stand before it"
+    )
+    assert one.room_s(10) == 0.0, "it waits for neither"
+    assert pool((0.05, 50)).room_s(200) == 0.0
+
+
+def test_a_decode_worker_computes_what_it_has_sooner_by_a_tenth() -> None:
+    """Twice while the pool is busy; then both could, and it is free first."""
+    ahead = Lookahead([pool((0.5, 300))], [beside()], 0.05)
+    told = [ahead.next(200) for _ in range(4)]
+    assert [local for _, local in told] == [True, True, True, False]
+    assert [first_s for first_s, _ in told] == pytest.approx([0.2, 0.4, 0.6, 0.7])
+    assert Lookahead([pool()], [beside(gap_s=0.05)], 0.05).next(200)[1] is False, (
+        "near equal ways: the pool's"
+    )
+    assert Lookahead([pool()], [beside(gap_s=0.05)], 0.50).next(200)[1] is True, "a hand-over takes long"
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    ahead = Lookahead([pool()], [beside((0.4, 300))], 0.0)
+    other = ahead.copy()
+    for _ in range(5):
+        other.next(200)
+    assert ahead.next(200)[0] == pytest.approx(0.2)
+
+
+def test_short_prompts_share_steps_and_rows_are_waited_for() -> None:
+    costly = Chunks((0.1, 0.0, 0.0, 0.001), 100)
+    assert costly.alone_s(50) == pytest.approx(0.15)
+    assert costly.taken_s(50) == pytest.approx(0.10), "half of a step"
+    assert costly.first_s(50, behind=True) == pytest.approx(0.20), "and it ends somewhere in one"
+    assert costly.taken_s(150) == costly.alone_s(150) == pytest.approx(0.35), (
+        "a long one has its last to itself"
+    )
+    batch = Beside(step_tokens=100, row_step_s=0.04, token_s=0.001, rows=3)
+    assert batch.alone_s(150) == pytest.approx(0.23)
+    assert batch.first_s(150, behind=True) == pytest.approx(0.25), "half of the step that runs"
+
+
+def test_pressure_is_of_better_classes_and_of_late() -> None:
+    pressure = Pressure()
+    for number in range(100):
+        pressure.took(1, 0.5, number)
+    assert pressure.above(1, 99.0) == 0.0
+    assert pressure.above(2, 99.0) == pytest.approx(0.5, rel=0.1), "half of every second"
+    assert pressure.above(2, 99.0 + 5 * MEMORY_S) < 0.01
