@@ -1,51 +1,131 @@
-"""Would those that were refused have met their targets? Each alone is put into a replay of what was taken in. Pure.
+"""Would those that were refused have met their targets? Each alone is put into a replay of what was taken in.
 
-The replay is in virtual time and refuses nobody: of those that were taken in, the ones of the BEFORE_S before it come
-when they came, one refused one comes among them when it came, and the run ends with its answer.
+The replay is in virtual time and refuses nobody: those that were taken in come when they came. Where one that is looked
+at was refused, the process forks; there it comes too, and time goes on to its end. (A replay that begins shortly before
+it would not do: what is taken in keeps a full service full, but does not fill an empty one.)
+
+What a replay says is worth as much as it agrees with what was: the first tokens of those taken in, with nobody put in,
+are held against the real ones. A machine that is slower than the step times by which the replay goes is followed by
+`calibrated`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 
-from bench.promises.asked import Told
+from bench.promises.asked import Asked, Told
 from bench.promises.virtual import Service, VirtualRun
+from bench.virtual_worker import StepTime
+from coordinator.targets import Targets
 
 STEP_S = 0.1
-BEFORE_S = 20.0
 ENDS_WITHIN_S = 60.0
+ROUNDS = 3
 
 
-def would_have_met(service: Service, told: Sequence[Told], sample: int, seed: int = 0) -> tuple[int, int]:
-    """How many of the refused ones that were sampled, and how many those were."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of so many `sampled`, `met` would have met their targets. `off_s`: first tokens of those taken in, in the replays
+    less what they were."""
+
+    sampled: int
+    met: int
+    off_s: tuple[float, ...]
+
+    @property
+    def usually_off_s(self) -> float:
+        return median(self.off_s) if self.off_s else 0.0
+
+    @property
+    def mostly_within_s(self) -> float:
+        """Nine tenths of them are off by no more."""
+        ordered = sorted(map(abs, self.off_s))
+        return ordered[int(0.9 * (len(ordered) - 1))] if ordered else 0.0
+
+
+def would_have_met(service: Service, told: Sequence[Told], sample: int, seed: int = 0) -> Verdict:
+    """Of so many refused ones, drawn at random."""
     refused = [one for one in told if one.outcome == "refused"]
     taken = [one for one in told if one.outcome != "refused"]
     chosen = Random(seed).sample(refused, min(sample, len(refused)))
-    return sum(_meets(service, taken, one) for one in chosen), len(chosen)
-
-
-def _meets(service: Service, taken: Sequence[Told], refused: Told) -> bool:
     virtual = VirtualRun(replace(service, refuse_late=False))
-    from_s = max(0.0, refused.asked.at_s - BEFORE_S)
-    until_s = refused.asked.at_s + ENDS_WITHIN_S
-    asked = [one.asked for one in (*taken, refused) if from_s <= one.asked.at_s < until_s]
-    virtual.ask([replace(one, at_s=one.at_s - from_s) for one in asked])
-    at_s, until_s = refused.asked.at_s - from_s, until_s - from_s
-    targets = service.targets[refused.asked.tier]
-    answer = None
-    cluster = virtual.cluster
-    cluster.run(until=virtual.start_s + at_s + STEP_S)
-    while answer is None or answer.end is None:
-        answer = virtual.answer(refused.asked.index)
-        late = (
-            answer is not None
-            and not answer.stamps
-            and cluster.now - answer.submitted > (targets.ttft_s or 1e9)
+    virtual.ask([one.asked for one in taken])
+    met = 0
+    for one in sorted(chosen, key=lambda one: one.asked.at_s):
+        virtual.cluster.run(until=virtual.start_s + one.asked.at_s)
+        met += _in_a_fork(virtual, one.asked, service.targets[one.asked.tier])
+    again = {
+        one.asked.index: one.ttft_s for one in virtual.run(max((o.asked.at_s for o in taken), default=0.0))
+    }
+    pairs = [(again[one.asked.index], one.ttft_s) for one in taken]
+    return Verdict(
+        len(chosen), met, tuple(then - was for then, was in pairs if then is not None and was is not None)
+    )
+
+
+def calibrated(service: Service, told: Sequence[Told]) -> tuple[Service, float]:
+    """With steps so much longer or shorter that first tokens of those taken in come when they came, in the middle; and
+    how much."""
+    taken = [one for one in told if one.outcome != "refused"]
+    factor = 1.0
+    for _ in range(ROUNDS):
+        virtual = VirtualRun(_slower(service, factor))
+        virtual.ask([one.asked for one in taken])
+        again = virtual.run(max(one.asked.at_s for one in taken))
+        ratios = [
+            was.ttft_s / one.ttft_s
+            for was, one in zip(taken, again, strict=True)
+            if was.ttft_s is not None and one.ttft_s is not None
+        ]
+        factor *= median(ratios)
+    return _slower(service, factor), factor
+
+
+def _slower(service: Service, factor: float) -> Service:
+    def slower(step: StepTime) -> StepTime:
+        return StepTime(
+            factor * step.base_s, factor * step.row_s, factor * step.token_s, factor * step.context_s
         )
-        if late or cluster.now > virtual.start_s + until_s:
-            return False
+
+    return replace(
+        service,
+        prefill_steps=slower(service.prefill_steps),
+        decode_steps=slower(service.decode_steps),
+        refuse_late=False,
+    )
+
+
+def _in_a_fork(virtual: VirtualRun, asked: Asked, targets: Targets) -> bool:
+    """What would come of it from here on, and nothing of that comes back but the answer."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writer, b"y" if _meets(virtual, asked, targets) else b"n")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    assert said in (b"y", b"n"), "a replay broke off"
+    return said == b"y"
+
+
+def _meets(virtual: VirtualRun, asked: Asked, targets: Targets) -> bool:
+    cluster = virtual.cluster
+    virtual.ask([asked])
+    until_s = cluster.now + ENDS_WITHIN_S
+    while cluster.now <= until_s:
         cluster.run(until=cluster.now + STEP_S)
-    (one,) = [one for one in virtual.told() if one.asked.index == refused.asked.index]
+        answer = virtual.answer(asked.index)
+        if answer is not None:
+            late = not answer.stamps and cluster.now - answer.submitted > (targets.ttft_s or ENDS_WITHIN_S)
+            if late or answer.end is not None:
+                break
+    (one,) = [one for one in virtual.told() if one.asked.index == asked.index]
     return one.meets(targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.against_peer.servers import Target, free_port, running
+from bench.against_peer.servers import ServerFault, Target, free_port, running
 from bench.load.client import Client, target_of
 from bench.load.prompts import PromptMaker
 from bench.load.records import Planned, Record
@@ -28,7 +29,8 @@ IDS = (1000, 30_000)
 """Prompts are of these."""
 REQUEST_TIMEOUT_S = 180.0
 CONNECT_TIMEOUT_S = 10.0
-WARM_UP = 24
+WARM_UP = ((1, 500, 8), (3, 250, 16), (16, 40, 32), (2, 300, 6), (6, 80, 24))
+"""Requests at once, their prompts and answers."""
 KNOWN_WITHIN_S = 60.0
 
 
@@ -48,7 +50,7 @@ class RealService:
         plan = [Planned(one.index, one.at_s, one.prompt_tokens, one.output_tokens) for one in asked]
         by_index = {one.index: one for one in asked}
 
-        def body(planned: Planned) -> bytes:
+        def written(planned: Planned) -> bytes:
             one = by_index[planned.index]
             fields = {
                 "model": self._model,
@@ -56,38 +58,38 @@ class RealService:
                 "temperature": 0,
                 "stream": True,
                 "stream_options": {"include_usage": True},
-                "ignore_eos": True,
+                "min_tokens": one.output_tokens,  # with ignore_eos ends would be drawn, which have no text
                 "service_tier": one.tier,
                 "user": one.tenant,
             }
-            return f'{json.dumps(fields)[:-1]},"prompt":{prompts.as_json(planned)}}}'.encode()
+            body = f'{json.dumps(fields)[:-1]},"prompt":{prompts.as_json(planned)}}}'
+            return self._target.request(body.encode())
 
         async def all_of_it() -> tuple[Record, ...]:
             client = Client(self._target, REQUEST_TIMEOUT_S, CONNECT_TIMEOUT_S)
             try:
-                return (await Runner(client, body, None, lambda *_: None).run(plan)).records
+                return (await Runner(client, written, None, lambda *_: None).run(plan)).records
             finally:
                 client.close()
 
         return [_told(by_index[record.index], record) for record in asyncio.run(all_of_it())]
 
     def warm_up(self) -> None:
-        """Until every worker has said its step times."""
+        """Until every worker has said its step times, of steps of many shapes: full batches and long prompts too.
+        Raises ServerFault."""
         until = time.monotonic() + KNOWN_WITHIN_S
-        self._ask_a_little()
-        while not all(row["step_model"] for row in self.workers()) and time.monotonic() < until:
-            self._ask_a_little()
-
-    def _ask_a_little(self) -> None:
-        lengths = ((40, 8), (250, 16), (600, 12), (1000, 6))
-        for number in range(WARM_UP):
-            prompt, output = lengths[number % len(lengths)]
+        for number in itertools.count():
+            count, prompt, output = WARM_UP[number % len(WARM_UP)]
             self.run(
-                [
-                    Asked(n, 0.02 * n, "default", "warm-up", prompt + number, output)
-                    for n in range(1 + number % 3)
-                ]
+                [Asked(n, 0.02 * n, "default", "warm-up", prompt + number, output) for n in range(count)]
             )
+            unknown = [row["id"] for row in self.workers() if not row["step_model"]]
+            if number + 1 >= len(WARM_UP) and not unknown:
+                return
+            if time.monotonic() > until:
+                raise ServerFault(
+                    f"nothing is known of the steps of {unknown} after {KNOWN_WITHIN_S:g} s of load"
+                )
 
     def workers(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self._get("/admin/workers")

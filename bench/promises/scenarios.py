@@ -1,17 +1,20 @@
 """The loads that show whether promises are kept, each for a service that computes so many prompt tokens a second. Pure.
 
 beside    interactive chat beside a batch tenant that floods, and that flood alone
-overload  one tier at OVERLOAD times what the service can take
+overload  one tier at OVERLOAD times what the service can take, its targets by the step times of the machine
 swing     a mix that goes from prompt-heavy to answer-heavy and back
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.promises.asked import Asked, poisson, together
+from bench.virtual_worker import StepTime
 from common.config import Tier
+from coordinator.step_costs import CAUTION
 
 OVERLOAD = 3.0
 FLOOD = 1.5
@@ -35,7 +38,34 @@ BESIDE_TIERS: Mapping[str, Tier] = {
     "interactive": Tier(ttft_ms=1000, itl_ms=100, priority=0, weight=4),
     "batch": Tier(priority=1, max_queue=4096),
 }
-OVERLOAD_TIERS: Mapping[str, Tier] = {"chat": Tier(ttft_ms=1200, itl_ms=100, max_queue=4096)}
+UNPROMISED: Mapping[str, Tier] = {"chat": Tier(max_queue=4096)}
+OVERLOAD_PROMPT, OVERLOAD_OUTPUT = (700, 1100), (16, 48)
+OVERLOAD_TTFT, OVERLOAD_ITL = 3.5, 2.8
+"""Targets of the overload: so many times what a prompt of 900 tokens takes alone, and a step of a full batch."""
+
+
+def overload_tiers(prefill: StepTime, decode: StepTime, rows: int, budget: int = 256) -> dict[str, Tier]:
+    """With targets that suit a machine of such step times."""
+    prompt, chunks = sum(OVERLOAD_PROMPT) / 2, math.ceil(sum(OVERLOAD_PROMPT) / 2 / budget)
+    context = budget * chunks * (chunks - 1) / 2
+    alone_s = (
+        chunks * (prefill.base_s + prefill.row_s) + prompt * prefill.token_s + context * prefill.context_s
+    )
+    ttft_ms, itl_ms = 1e3 * OVERLOAD_TTFT * alone_s, 1e3 * OVERLOAD_ITL * _batch_s(decode, rows)
+    return {"chat": Tier(ttft_ms=round(ttft_ms), itl_ms=round(itl_ms), max_queue=4096)}
+
+
+def _batch_s(decode: StepTime, rows: float) -> float:
+    return decode.base_s + rows * (decode.row_s + decode.token_s + 900 * decode.context_s)
+
+
+def with_local_prefill(capacity: Capacity, decode: StepTime, tier: Tier, rows: int) -> Capacity:
+    """Of a service whose decode worker computes prompts too, beside half a batch, within the tier's ITL target."""
+    step_s = CAUTION * (tier.itl_ms or 0.0) / 1e3
+    chunk = max(0.0, step_s - _batch_s(decode, rows / 2)) / decode.token_s
+    return replace(capacity, prompt_tokens_per_s=capacity.prompt_tokens_per_s + chunk / step_s)
+
+
 SWING_TIERS: Mapping[str, Tier] = {"chat": Tier(ttft_ms=1500, itl_ms=100, max_queue=4096)}
 
 
@@ -59,8 +89,10 @@ def beside(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
 
 
 def overload(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
-    rate = OVERLOAD * capacity.requests_per_s(900, 32)
-    return poisson(seed, rate, seconds, tier="chat", tenant="crowd", prompt=(700, 1100), output=(16, 48))
+    rate = OVERLOAD * capacity.requests_per_s(sum(OVERLOAD_PROMPT) / 2, sum(OVERLOAD_OUTPUT) / 2)
+    return poisson(
+        seed, rate, seconds, tier="chat", tenant="crowd", prompt=OVERLOAD_PROMPT, output=OVERLOAD_OUTPUT
+    )
 
 
 SWING_PHASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (

@@ -7,16 +7,16 @@ from dataclasses import replace
 from functools import cache
 
 from bench.promises import scenarios
-from bench.promises.asked import Asked, Told, judged
+from bench.promises.asked import Asked, Told, judged, together
 from bench.promises.counterfactual import would_have_met
 from bench.promises.real import capacity_of
 from bench.promises.report import tokens_per_s
 from bench.promises.virtual import DECODE_STEPS, PREFILL_STEPS, Service, VirtualRun, run
+from common.request import RequestId
 from coordinator.targets import targets_of
 
 CAPACITY = capacity_of(PREFILL_STEPS, DECODE_STEPS, 1, 1, 16)
 SECONDS = 20.0
-CHAT = targets_of(scenarios.OVERLOAD_TIERS["chat"])
 
 
 def test_chat_keeps_its_promises_beside_a_flood_that_keeps_its_throughput() -> None:
@@ -30,44 +30,45 @@ def test_chat_keeps_its_promises_beside_a_flood_that_keeps_its_throughput() -> N
     assert {one.outcome for one in both} == {"ok"}, "of the flood too nobody was refused by a forecast"
 
 
-# Every prompt goes by way of the prefill pool here: with two ways the forecast is of the worse one.
-ONE_WAY = Service(tiers=scenarios.OVERLOAD_TIERS, local_prefill=False)
+TIERS = scenarios.overload_tiers(PREFILL_STEPS, DECODE_STEPS, 16)
+CHAT = targets_of(TIERS["chat"])
+SERVICE = Service(tiers=TIERS)
+WHOLE = scenarios.with_local_prefill(CAPACITY, DECODE_STEPS, TIERS["chat"], 16)
+
+
+FIRST = 30
+"""Until so many came, nobody knows how long hand-overs take under such a load."""
 
 
 @cache
-def overloaded() -> list[Told]:
-    return run(ONE_WAY, scenarios.overload(CAPACITY, SECONDS, 1), SECONDS)
+def overloaded(seed: int = 1) -> list[Told]:
+    return run(SERVICE, scenarios.overload(WHOLE, SECONDS, seed), SECONDS)
 
 
 def test_over_capacity_those_taken_in_keep_their_targets_and_refusals_are_immediate() -> None:
     told = overloaded()
-    of = judged(told, "chat", CHAT)
-    assert of.refused > 0.3 * of.asked and of.asked - of.refused > 40
-    assert of.first_tokens.value >= 0.95 and of.gaps.value >= 0.95
+    of = judged(told[FIRST:], "chat", CHAT)
+    assert of.refused > 0.5 * of.asked and of.asked - of.refused > 80
+    assert of.first_tokens.value >= 0.96 and of.gaps.value >= 0.99 and of.whole.value >= 0.9
     assert all(one.end_s == one.asked.at_s for one in told if one.outcome == "refused")
-    without = run(replace(ONE_WAY, refuse_late=False), scenarios.overload(CAPACITY, SECONDS, 1), SECONDS)
+    without = run(replace(SERVICE, refuse_late=False), scenarios.overload(WHOLE, 10.0, 1), 10.0)
     assert judged(without, "chat", CHAT).first_tokens.value < 0.3, (
         "the load is no overload: the test is blunt"
     )
 
 
-def test_with_decode_workers_that_compute_prompts_too_more_are_taken_in_and_promises_are_kept() -> None:
-    told = run(replace(ONE_WAY, local_prefill=True), scenarios.overload(CAPACITY, SECONDS, 1), SECONDS)
-    of, one_way = judged(told, "chat", CHAT), judged(overloaded(), "chat", CHAT)
-    assert of.asked - of.refused > 1.2 * (one_way.asked - one_way.refused)
-    assert of.first_tokens.value >= 0.95 and of.gaps.value >= 0.95
-
-
-def test_of_those_refused_hardly_one_would_have_been_in_time() -> None:
-    met, sampled = would_have_met(ONE_WAY, overloaded(), 12)
-    assert sampled == 12 and met <= 1
+def test_of_those_refused_few_would_have_been_in_time() -> None:
+    """By replays in which those who were taken in have their first tokens when they had them."""
+    verdict = would_have_met(SERVICE, overloaded(), 12)
+    assert verdict.sampled == 12 and verdict.met <= 3
+    assert len(verdict.off_s) > 40 and verdict.mostly_within_s < 0.05
 
 
 def test_who_comes_back_when_told_to_is_taken_in() -> None:
     """The crowd stays away meanwhile: the time that each of the last ones was told is honest."""
     told = overloaded()
     refused = [one for one in told if one.outcome == "refused"][-1]
-    virtual = VirtualRun(ONE_WAY)
+    virtual = VirtualRun(SERVICE)
     before = [one.asked for one in told if one.asked.at_s <= refused.asked.at_s]
     back = Asked(10_000, refused.asked.at_s + refused.retry_after_s + 0.05, "chat", "crowd", 900, 16)
     virtual.ask([*before, back])
@@ -99,3 +100,34 @@ def test_pools_balance_and_do_not_take_turns() -> None:
         total = sum(one.asked.prompt_tokens for one in told if one.outcome == "ok")
         assert (0.1 < took / total < 0.7) if local else took == 0
     assert met[True] > 1.05 * met[False]
+
+
+def test_under_a_steady_load_both_pools_work_side_by_side() -> None:
+    """Neither stands while the other has all: of any eight in a row each computes some."""
+    rate = 0.9 * WHOLE.requests_per_s(900, 32)
+    virtual = VirtualRun(SERVICE)
+    virtual.ask([Asked(n, n / rate, "chat", "crowd", 900, 32) for n in range(int(rate * 15.0))])
+    told = virtual.run(15.0)
+    assert judged(told[FIRST // 3 :], "chat", CHAT).whole.value >= 0.95
+    known = [virtual.cluster.cluster.tracker.known(RequestId(f"r{one.asked.index}")) for one in told]
+    local = [one.prefill is None for one in known if one is not None and one.decode is not None]
+    shares = [sum(local[start : start + 8]) for start in range(8, len(local) - 8)]
+    assert len(shares) > 30 and min(shares) >= 1 and max(shares) <= 6, shares
+
+
+def test_a_better_class_that_keeps_coming_does_not_make_those_miss_who_were_let_in_before_it() -> None:
+    """Once it is known how much that one takes: without that, half of them miss."""
+    tiers = {
+        "chat": TIERS["chat"].model_copy(update={"priority": 0}),
+        "batch": TIERS["chat"].model_copy(update={"priority": 1, "ttft_ms": 3000.0}),
+    }
+    each = scenarios.overload(WHOLE, SECONDS, 2)
+    chats = [one for one in each if one.index % 5 == 0]
+    rest = [replace(one, tier="batch", tenant="batch") for one in each if one.index % 5]
+    told = run(Service(tiers=tiers), together(chats, rest), SECONDS)
+    chat, batch = (
+        judged([one for one in told if one.asked.at_s > 4.0], name, targets_of(tier))
+        for name, tier in tiers.items()
+    )
+    assert chat.first_tokens.value >= 0.95 and chat.refused <= 0.05 * chat.asked
+    assert batch.first_tokens.value >= 0.85 and batch.asked - batch.refused >= 10
