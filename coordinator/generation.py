@@ -182,7 +182,7 @@ class Generation:
 
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen, arrival = self._kitchen, self._arrival
-        deadline_s = read_deadline_s(arrival.deadline)
+        deadline_s = read_deadline_s(arrival.deadlines)
         fields = await read_fields(body, self._surface.read)
         job = self._job = await self._surface.build(kitchen.builder, fields, arrival.tenant)
         self._prompt_tokens = job.prompt_tokens
@@ -310,8 +310,8 @@ class Generation:
         self._finished()
 
     def _heading(self, job: Job) -> Heading:
-        fingerprint = self._kitchen.gateway.system_fingerprint()
-        return Heading(job.request.request_id, job.model, int(time.time()), fingerprint)
+        request, fingerprint = job.request, self._kitchen.gateway.system_fingerprint()
+        return Heading(request.request_id, job.model, int(time.time()), request.tier, fingerprint)
 
     def _usage(self, job: Job) -> dict[str, Any]:
         """What followers find of their leader's KV was computed here for this request: only a leader's hits were

@@ -57,6 +57,8 @@ class Completion(Answer):
     """When the answer began, in seconds since 1970."""
     model: str
     """The model as the request named it."""
+    service_tier: str
+    """The tier that served it: the one it named, or its key's, or default."""
     system_fingerprint: Annotated[str, Field(pattern="^fp_[0-9a-f]{10}$")]
     """The same as long as everything is that decides the answers' bits: model, dtype, versions."""
 

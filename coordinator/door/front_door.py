@@ -36,12 +36,12 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """When the request's head came (monotonic), whose key it brought (None where no keys are set), what the client
-    calls it (empty where it has no name for it), and its header for a deadline, unread."""
+    calls it (empty where it has no name for it), and its headers for a deadline, unread: one, or none."""
 
     started_s: float
     tenant: str | None
     client_id: str
-    deadline: bytes | None
+    deadlines: tuple[bytes, ...]
 
 
 class FrontDoor:
@@ -85,7 +85,8 @@ class FrontDoor:
         ):
             await self._refuse(_from_elsewhere(), receive, send)
             return
-        scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode(), headers.get(_DEADLINE))
+        deadlines = tuple(value for name, value in scope["headers"] if name == _DEADLINE)
+        scope[ARRIVAL] = Arrival(started_s, tenant, client_id.decode(), deadlines)
         if scope["method"] in WITHOUT_PLACE:
             await self._guarded(scope, receive, send)
         elif self._num_requests >= self._max_concurrent_requests:

@@ -33,6 +33,7 @@ class Heading:
     id: str
     model: str
     created_s: int
+    tier: str
     fingerprint: str
 
     def fields(self, object: str) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class Heading:
             "object": object,
             "created": self.created_s,
             "model": self.model,
+            "service_tier": self.tier,
             "system_fingerprint": self.fingerprint,
         }
 

@@ -20,6 +20,16 @@ def test_what_is_no_deadline_is_refused_by_name(client: httpx.Client, served: Se
     assert DEADLINE_HEADER in response.json()["error"]["message"] and served.gateway.requests == []
 
 
+@pytest.mark.parametrize("values", [(b"800", b"900"), (b"800", b"800"), (b"800, 900",)])
+def test_two_of_them_are_refused_and_none_is_passed_over(
+    client: httpx.Client, served: Served, values: tuple[bytes, ...]
+) -> None:
+    headers = [(DEADLINE_HEADER.encode(), value) for value in values]
+    response = client.post("/v1/completions", json=TEXT, headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["param"] == DEADLINE_HEADER
+    assert served.gateway.requests == []
+
+
 @pytest.mark.parametrize(("value", "limit_s"), [("2000", 2.0), ("1500.5", 1.5005), ("86400000", 86_400.0)])
 def test_what_is_left_of_it_goes_to_the_cluster(
     client: httpx.Client, served: Served, value: str, limit_s: float

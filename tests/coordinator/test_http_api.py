@@ -73,7 +73,7 @@ def test_a_streamed_chat(served: Served, client: httpx.Client, tokenizer: Tokeni
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     assert all(
-        set(chunk) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
+        set(chunk) == {"id", "object", "created", "model", "service_tier", "system_fingerprint", "choices"}
         for chunk in chunks
     )
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -93,6 +93,23 @@ def test_a_streamed_text(served: Served, client: httpx.Client, tokenizer: Tokeni
     chunks = events(client.post("/v1/completions", json=TEXT | {"stream": True}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == SENTENCE
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("named", "served_by"), [("fast", "fast"), ("auto", "default"), (None, "default")])
+def test_answers_and_chunks_say_which_tier_served_them(
+    served: Served,
+    client: httpx.Client,
+    tokenizer: Tokenizer,
+    route: str,
+    named: str | None,
+    served_by: str,
+) -> None:
+    answers(served, tokenizer)
+    asked = ROUTES[route] | {"service_tier": named}
+    streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    said = [client.post(route, json=asked).json(), *events(client.post(route, json=streamed))]
+    assert {one["service_tier"] for one in said} == {served_by}
 
 
 @pytest.mark.parametrize("route", ROUTES)
