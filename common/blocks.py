@@ -15,6 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+LEAST_TOKENS = 64
+"""Prompt and answer of a short chat: a pool in which not even that fits serves hardly anybody."""
+
+
+def least_blocks(block_size: int, max_model_len: int | None = None) -> int:
+    """How many a pool must have to be of use, where requests may be as long as `max_model_len`."""
+    return -(-min(LEAST_TOKENS, max_model_len or LEAST_TOKENS) // block_size)
+
+
+def too_few_blocks(least: int, block_size: int) -> str:
+    """What to say of a pool that has fewer."""
+    tokens = least * block_size
+    return f"a short chat and its answer do not fit; {least} is the least ({tokens} tokens in blocks of {block_size})"
+
 
 class BlockPool:
     """Bookkeeping by block id; knows no bytes. Cached blocks are evicted least recently used first."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -104,6 +104,10 @@ def parse(
     in_file: dict[str, Any] = {}
     if config is not None:
         in_file = read_file(Path(config), {*file_keys, *visible_fields(model)})
+        for key, value in in_file.items():
+            fault = _toml_fault(key, value, model.model_fields[key]) if key in model.model_fields else ""
+            if fault:
+                raise BadConfiguration(f"--config {config}: {fault}")
         merged |= {key: value for key, value in in_file.items() if key in model.model_fields}
         if "config_file" in model.model_fields:
             merged["config_file"] = str(Path(config).absolute())
@@ -130,6 +134,36 @@ def read_file(path: Path, known: set[str]) -> dict[str, Any]:
         if key not in known:
             raise BadConfiguration(f"--config {path}: unknown key {key!r}{_nearest(key, known)}")
     return found
+
+
+def _toml_fault(name: str, value: Any, info: FieldInfo) -> str:
+    """What is wrong with the kind of a value in a file, "" if nothing is. On a command line all is text, in TOML a
+    number and a text are two things: taken for each other, a slip in one key would pass and in another would not."""
+    rows = _rows_of(info)
+    if rows is not None:
+        return _table_fault(name, value, rows)
+    kinds = {kind for kind in get_args(info.annotation) or (info.annotation,) if kind is not type(None)}
+    if not kinds <= {bool, int, float} or any(isinstance(m, BeforeValidator) for m in info.metadata):
+        return ""
+    if bool in kinds:
+        wrong, wanted = not isinstance(value, bool), "true or false, without quotes"
+    else:
+        wrong, wanted = isinstance(value, str | bool), "a number, without quotes"
+    return f"{name}: expected {wanted} (got {value!r})" if wrong else ""
+
+
+def _table_fault(name: str, value: Any, rows: type[BaseModel]) -> str:
+    if not isinstance(value, dict):
+        return f"{name}: expected tables, each under a head of its own such as [{name}.NAME] (got {value!r})"
+    for row, keys in value.items():
+        place, known = f"{name}.{row}", rows.model_fields
+        if not isinstance(keys, dict):
+            key = f"; {row} is a key of one, and stands under [{name}.NAME]" if row in known else ""
+            return f"{place}: expected a table, which begins with [{place}] (got {keys!r}){key}"
+        faults = (_toml_fault(f"{place}.{key}", keys[key], known[key]) for key in keys if key in known)
+        if fault := next(filter(None, faults), ""):
+            return fault
+    return ""
 
 
 def to_argv(settings: BaseModel, fields: Iterable[str]) -> list[str]:
@@ -281,6 +315,13 @@ def _is_secret(field: str) -> bool:
 
 def _keys_of_table(info: FieldInfo) -> set[str]:
     """Keys of the rows of a table of tables: those of Tier for `tiers: dict[str, Tier]`."""
-    rows = [part for part in get_args(info.annotation) if isinstance(part, type)]
-    models = [row for row in rows if issubclass(row, BaseModel)]
-    return {name for row in models for name in row.model_fields}
+    rows = _rows_of(info)
+    return set() if rows is None else set(rows.model_fields)
+
+
+def _rows_of(info: FieldInfo) -> type[BaseModel] | None:
+    """What the rows of a table of tables are; None where a field is no such table."""
+    if get_origin(info.annotation) is not dict:
+        return None
+    row = get_args(info.annotation)[1]
+    return row if isinstance(row, type) and issubclass(row, BaseModel) else None

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from common.blocks import least_blocks, too_few_blocks
 from common.endpoints import Endpoint, checked, parse_address, parse_endpoint
 from common.flags import flag
 from common.gpu_settings import GpuSettings
@@ -76,6 +77,16 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
     def _timeout_of_batches(self) -> Self:
         if self.batch_timeout_ms is not None and self.batching == "continuous":
             raise ValueError("--batch-timeout-ms is of --batching dynamic, and batching is continuous")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_a_request(self) -> Self:
+        if self.num_kv_blocks is not None:
+            least = least_blocks(self.block_size, self.max_model_len)
+            if self.num_kv_blocks < least:
+                raise ValueError(
+                    f"--num-kv-blocks {self.num_kv_blocks}: {too_few_blocks(least, self.block_size)}"
+                )
         return self
 
     @property

@@ -25,7 +25,7 @@ from typing import Protocol
 import uvloop
 
 from common.batching import Batch, BatchingCore
-from common.blocks import BlockPool
+from common.blocks import BlockPool, least_blocks, too_few_blocks
 from common.coming_back import COMES_BACK
 from common.counters import Counters
 from common.endpoints import Endpoint, parse_endpoint
@@ -143,6 +143,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     # Only who sends need show its pool, and memory that can be shown may have no huge pages (shmem_enabled).
     shown = role == "prefill" and settings.transfer in ("auto", "shm")
     model, runner = _load(settings, threads, load, segment.allocate if shown else None)
+    refuse_tiny_cache(runner)
     keep_freed_memory()
     runner.prepare_grammars()
     measured = _rehearse(settings, runner)
@@ -191,6 +192,17 @@ def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape,
         return rehearse(runner, sizes)
     except RuntimeError as error:
         raise ModelCannotBeLoaded(f"the model is loaded and its first step fails: {error}") from error
+
+
+def refuse_tiny_cache(runner: Runner) -> None:
+    """A cache whose size was given in bytes is known in blocks only now. Raises BadConfiguration."""
+    cache, block_size = runner.cache, runner.cache.layout.block_size
+    least = least_blocks(block_size, runner.max_model_len)
+    if cache.num_blocks < least:
+        size = least * cache.layout.block_bytes
+        raise BadConfiguration(
+            f"a KV cache of {cache.num_blocks} blocks: {too_few_blocks(least, block_size)}: --kv-cache-memory {size}"
+        )
 
 
 async def _serve(

@@ -110,7 +110,17 @@ def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) ->
         ("[tiers.a]\nttft_ms = -1", ["tiers.a.ttft_ms", "greater than 0", "-1"]),
         ("[tiers.a]\nttft_ms = nan", ["tiers.a.ttft_ms", "finite"]),
         ("[tiers.a]\nttft = 5", ["kvferry.toml", "'tiers.a.ttft'", "did you mean ttft_ms?"]),
-        ("tiers = 5", ["kvferry.toml: tiers: ", "dictionary"]),
+        ("tiers = 5", ["kvferry.toml: tiers: expected tables", "[tiers.NAME]", "5"]),
+        ("tiers.a = 5", ["kvferry.toml: tiers.a: expected a table", "[tiers.a]", "5"]),
+        (
+            "[tiers]\nttft_ms = 5",
+            ["tiers.ttft_ms: expected a table", "ttft_ms is a key of one, and stands under [tiers.NAME]"],
+        ),
+        ('[tiers.a]\nttft_ms = "500"', ["tiers.a.ttft_ms: expected a number", "without quotes", "'500'"]),
+        ('port = "8124"', ["kvferry.toml: port: expected a number", "without quotes", "'8124'"]),
+        ("max_num_seqs = true", ["max_num_seqs: expected a number", "True"]),
+        ("enable_prefix_caching = 0", ["enable_prefix_caching: expected true or false", "0"]),
+        ("kv_cache_memory = false", ["kv_cache_memory"]),
         ("port = [1]", ["kvferry.toml: port: ", "[1]"]),
         ("api_key = [1]", ["kvferry.toml: api_key.0: "]),
         ("port = ", ["not TOML"]),
@@ -130,6 +140,14 @@ def test_a_table_of_another_kind_of_name_gets_no_suggestion(tmp_path: Path) -> N
 
 def test_a_flag_that_overrules_the_file_is_named_as_a_flag(tmp_path: Path) -> None:
     assert refusal("--config", write(tmp_path, "port = 1"), "--port", "x").startswith("--port: ")
+
+
+def test_a_cache_of_too_few_blocks_is_refused_with_the_least_that_is_of_use(tmp_path: Path) -> None:
+    assert "--num-kv-blocks 1: " in (said := refusal("--num-kv-blocks", "1")) and "; 4 is the least" in said
+    assert "; 2 is the least" in refusal("--num-kv-blocks", "1", "--block-size", "32")
+    assert refusal("--config", write(tmp_path, "num_kv_blocks = 3")).startswith("--num-kv-blocks 3: ")
+    assert serve("--num-kv-blocks", "4").num_kv_blocks == 4
+    assert serve("--num-kv-blocks", "2", "--max-model-len", "20").num_kv_blocks == 2
 
 
 def test_seed_is_a_flag_where_it_has_an_effect_and_a_key_of_every_file(tmp_path: Path) -> None:
