@@ -25,6 +25,9 @@ HISTOGRAM_BUCKETS: dict[str, Sequence[float]] = {
     "request_preemptions": FEW_BUCKETS,
 }
 
+# Tiers are named by people: what would end a label's value early is written as _.
+_PLAIN = str.maketrans(dict.fromkeys('",{}', "_"))
+
 
 class Counters:
     """Cumulative numbers by name."""
@@ -59,8 +62,15 @@ class Counters:
         return {name: tuple(row) for name, row in self._histograms.items()}
 
 
+def count_lost(counters: Counters, tokens: float, *, cause: str, tier: str) -> None:
+    """Tokens whose KV was computed and thrown away. By tier in a family of its own: sums over causes stay as they
+    were."""
+    counters.add("lost_tokens_total", tokens, cause=cause)
+    counters.add("tier_lost_tokens_total", tokens, tier=tier, cause=cause)
+
+
 def labelled(name: str, **labels: str) -> str:
-    inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    inside = ",".join(f'{key}="{value.translate(_PLAIN)}"' for key, value in labels.items())
     return f"{name}{{{inside}}}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.counters import Counters
+from common.counters import Counters, count_lost
 from common.lifecycle import Phase, is_end
 from common.messages import Ended
 from common.request import Attempt, WorkerId
@@ -50,4 +50,4 @@ class LostTokens:
         if len(tracked.lost_tokens) > ATTEMPTS_KEPT:
             del tracked.lost_tokens[next(iter(tracked.lost_tokens))]
         if tokens > counted:
-            self._counters.add("lost_tokens_total", tokens - counted, cause=cause)
+            count_lost(self._counters, tokens - counted, cause=cause, tier=tracked.request.tier)

@@ -40,6 +40,8 @@ COUNTERS = {
     "cut off make none: look for a stranger at the ports.",
     "lost_tokens_total": "Tokens computed and thrown away, by cause: preemption (the decode pool has too few blocks), "
     "migration (workers die or leave), abort (clients leave).",
+    "tier_preemptions_total": "Requests of a tier taken out of a running batch to make room.",
+    "tier_lost_tokens_total": "Tokens of a tier's requests computed and thrown away, by cause, as lost_tokens_total.",
     "recomputed_prompt_tokens_total": "Prompt tokens that a decode worker computed though their KV had been there: "
     "after a preemption, or for a next attempt. Rising steadily, its pool is too small.",
     "refused_handshakes_total": "Callers that were not let in, by reason.",

@@ -89,7 +89,7 @@ class DecodeScheduler:
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
         # What the last `schedule` did that others must hear of; the caller clears them.
         self.revoked: list[Key] = []  # reservations given up
-        self.put_out: list[Sequence] = []  # preempted
+        self.put_out: list[tuple[Sequence, int]] = []  # preempted, and how many tokens must be computed again
         self.started: list[Sequence] = []  # first local chunk is about to run, of a recompute too
         self.preemptions = 0
         self.lost_tokens = 0
@@ -283,11 +283,12 @@ class DecodeScheduler:
     def _preempt(self, seq: Sequence, now: float) -> None:
         self.held.take_out(seq)
         self.preemptions += 1
-        self.lost_tokens += self._preemption.put_out(self._core, seq)
+        lost = self._preemption.put_out(self._core, seq)
+        self.lost_tokens += lost
         self._forecast.changed()
         seq.plain_until = 0
         seq.life.move(Phase.PREEMPTED, now)
-        self.put_out.append(seq)
+        self.put_out.append((seq, lost))
         insort(self.held.preempted, seq, key=_by_order)
 
     def _join_delivered(self, now: float) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from common.batching import Batch, BatchingCore, RowResult
+from common.counters import count_lost
 from common.effects import Effect, ToCoordinator, ToSender
 from common.errors import told
 from common.lifecycle import Phase
@@ -263,12 +264,12 @@ class DecodeWorker:
 
     def schedule(self, now: float) -> Batch | None:
         scheduler, counters = self._scheduler, self.records.counters
-        before, lost = scheduler.preemptions, scheduler.lost_tokens
         self._pending += self._deliver_whole(now)
         batch = scheduler.schedule(now, self.records.step_times.lately)
-        if scheduler.preemptions > before:
-            counters.add("num_preemptions_total", scheduler.preemptions - before)
-            counters.add("lost_tokens_total", scheduler.lost_tokens - lost, cause="preemption")
+        for victim, lost in scheduler.put_out:
+            counters.add("num_preemptions_total")
+            counters.add("tier_preemptions_total", tier=victim.request.tier)
+            count_lost(counters, lost, cause="preemption", tier=victim.request.tier)
         for key in scheduler.revoked:
             self._senders.pop(key, None)
             self._pending += self._receiver.revoke(key, "out of blocks")
@@ -277,7 +278,7 @@ class DecodeWorker:
         for seq in scheduler.started:
             if seq.preemptions == 0:
                 self.records.prefix_lookup(seq)
-        said = [(seq, Phase.PREEMPTED) for seq in scheduler.put_out]
+        said = [(seq, Phase.PREEMPTED) for seq, _ in scheduler.put_out]
         said += [(seq, Phase.PREFILLING) for seq in scheduler.started]
         self._pending += [ToCoordinator(Started(*seq.key, phase=str(phase))) for seq, phase in said]
         scheduler.put_out.clear()

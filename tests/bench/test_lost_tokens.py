@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from random import Random
 
 import pytest
@@ -11,21 +13,26 @@ from bench.virtual_model import VOCABULARY
 from bench.virtual_network import Faults
 from bench.virtual_worker import Shape, StepTime, VirtualWorker
 from common.batching import Batch, RowResult
+from common.counters import Counters, split_label
 from common.messages import Role
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids
 
 SMALL = Shape(num_blocks=24, max_num_seqs=8, prefix_caching=False)
 LARGE = Shape(prefix_caching=False)
+TIERS = ("chat", "batch")
 
 
 class CountingWorker(VirtualWorker):
-    """Counts the tokens of every row that somebody still waits for when its step is back."""
+    """Counts the tokens of every row that somebody still waits for when its step is back, by tier."""
 
-    computed_tokens = 0
+    def __init__(self, name: str, role: Role, shape: Shape, step_time: StepTime) -> None:
+        super().__init__(name, role, shape, step_time)
+        self.computed: Counter[str] = Counter()
 
     def compute(self, batch: Batch) -> list[RowResult]:
         rows = zip(batch.rows, batch.counts, strict=True)
-        self.computed_tokens += sum(count for seq, count in rows if not seq.over)
+        for seq, count in rows:
+            self.computed[seq.request.tier] += 0 if seq.over else count
         return list(super().compute(batch))
 
 
@@ -33,13 +40,27 @@ class CountingCluster(VirtualCluster):
     def make_worker(self, name: str, role: Role, shape: Shape, step_time: StepTime) -> CountingWorker:
         return CountingWorker(name, role, shape, step_time)
 
-    def computed_tokens(self) -> int:
-        return sum(w.computed_tokens for w in self.workers.values() if isinstance(w, CountingWorker))
+    def computed(self, tier: str) -> int:
+        return sum(w.computed[tier] for w in self.workers.values() if isinstance(w, CountingWorker))
 
     def lost_tokens(self, cause: str) -> float:
-        name = f'lost_tokens_total{{cause="{cause}"}}'
-        counters = [self.cluster.counters, *(w.node.records.counters for w in self.workers.values())]
-        return sum(one.values.get(name, 0.0) for one in counters)
+        return self.counted(f'lost_tokens_total{{cause="{cause}"}}')
+
+    def counted(self, name: str) -> float:
+        return sum(one.values.get(name, 0.0) for one in self._all_counters())
+
+    def _all_counters(self) -> list[Counters]:
+        return [self.cluster.counters, *(w.node.records.counters for w in self.workers.values())]
+
+    def of_tiers(self, name: str) -> Counter[str]:
+        """A counter that has a tier, over its other labels and all processes."""
+        found: Counter[str] = Counter()
+        for one in self._all_counters():
+            for key, value in one.values.items():
+                family, labels = split_label(key)
+                if family == name:
+                    found[labels["tier"]] += int(value)
+        return found
 
     def give_all_back(self, name: str) -> None:
         """What a worker does that shuts down before its requests have ended."""
@@ -56,10 +77,10 @@ def cluster_of(shape: Shape, seed: int = 0, prefill: int = 2) -> CountingCluster
     return cluster
 
 
-def ask(cluster: CountingCluster, name: str, tokens: int, max_tokens: int) -> Request:
+def ask(cluster: CountingCluster, name: str, tokens: int, max_tokens: int, tier: str = "default") -> Request:
     random = Random(name)
     prompt = pack_ids([random.randrange(VOCABULARY) for _ in range(tokens)])
-    request = Request(RequestId(name), prompt, SamplingParams(max_tokens=max_tokens), FRONT)
+    request = Request(RequestId(name), prompt, SamplingParams(max_tokens=max_tokens), FRONT, tier=tier)
     cluster.submit(request)
     return request
 
@@ -73,7 +94,8 @@ def crowd(seed: int, shape: Shape, prefill: int) -> dict[str, float]:
     for index in range(40):
         tokens, out = random.randint(1, 150), random.randint(1, 200)
         at = 1.0 + index / 20
-        cluster.at(at, lambda i=index, t=tokens, o=out: requests.append(ask(cluster, f"r{i}", t, o)))  # type: ignore[misc]
+        asked = partial(ask, cluster, f"r{index}", tokens, out, TIERS[index % 2])
+        cluster.at(at, lambda asked=asked: requests.append(asked()))  # type: ignore[misc]
         if random.random() < 0.3:
             cluster.at(at + random.uniform(0.01, 3), lambda i=index: cluster.leave(RequestId(f"r{i}")))  # type: ignore[misc]
     cluster.at(2.2, lambda: cluster.give_all_back("decode-0"))
@@ -81,14 +103,19 @@ def crowd(seed: int, shape: Shape, prefill: int) -> dict[str, float]:
         cluster.at(2.5, lambda: cluster.give_all_back("prefill-0"))
     cluster.run(until=100.0)
     cluster.check_idle()
-    useful = 0
+    useful: Counter[str] = Counter()
     for request in requests:
         answer = cluster.answers[request.request_id]
         assert answer.end in ("length", "left")
         if answer.end == "length":
-            useful += request.prompt_tokens + len(answer.ids) - 1
+            useful[request.tier] += request.prompt_tokens + len(answer.ids) - 1
+    by_tier = cluster.of_tiers("tier_lost_tokens_total")
+    for tier in TIERS:
+        assert cluster.computed(tier) == useful[tier] + by_tier[tier], by_tier
     lost = {cause: cluster.lost_tokens(cause) for cause in ("preemption", "abort", "migration")}
-    assert cluster.computed_tokens() == useful + sum(lost.values()), lost
+    assert sum(lost.values()) == by_tier.total()
+    victims, put_out = cluster.of_tiers("tier_preemptions_total"), cluster.counted("num_preemptions_total")
+    assert victims.total() == put_out and (put_out > 0) == (lost["preemption"] > 0)
     return lost
 
 

@@ -160,6 +160,10 @@ def test_labels_are_read_back() -> None:
     name = labelled("late_messages_total", kind="Accept", role="decode")
     assert split_label(name) == ("late_messages_total", {"kind": "Accept", "role": "decode"})
     assert split_label("plain_total") == ("plain_total", {})
+    name = labelled("tier_preemptions_total", tier='a","b}')
+    assert split_label(name) == ("tier_preemptions_total", {"tier": "a___b_"}), (
+        "what a person may call a tier"
+    )
 
 
 def _key(name: str, attempt: int) -> Key:
