@@ -99,8 +99,8 @@ class Request:
 
     `leader` is the request of the same prompt whose KV this one shares (choices 1 and up of `n`); its own id where
     others share this one's; empty where nobody shares. `itl_s` is its tier's target for the gaps of its answer,
-    `weight` its tier's share. `deadline_s`: seconds left until its first token is due, when this was said; for the
-    order alone, nothing ends by it.
+    `ttft_s` the one for its first token, `weight` its tier's share. `deadline_s`: seconds left until its first token
+    is due, when this was said; for the order alone, nothing ends by it.
     """
 
     request_id: Annotated[RequestId, SHORT]
@@ -115,6 +115,7 @@ class Request:
     itl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     deadline_s: Seconds | None = None
+    ttft_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @property
     def prompt_tokens(self) -> int:

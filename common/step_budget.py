@@ -31,6 +31,12 @@ class StepBudget:
         """Whether it may get some of what is left, if it is short enough."""
         return self._left > 0 and (not self._longs or seq.lane[0] <= self._longs[-1].lane[0])
 
+    def narrow(self, tokens: int) -> bool:
+        """From here on the step has no more than so many in all; whether there is something left."""
+        given = sum(count * _token_cost(seq) for seq, count in self._chunks)
+        self._left = max(0, min(self._left, tokens - given))
+        return self._left > 0
+
     def give(self, seq: Sequence) -> None:
         """A share to who is next in order, if there is one for it."""
         if not self.is_open_to(seq) or seq.left == 0:

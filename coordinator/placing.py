@@ -12,7 +12,7 @@ if it stood there already: who is promised little fills what is left, and who is
 Conditional disaggregation. A decode worker computes a prompt itself where its second token should be there sooner
 than by way of a prefill worker, by a tenth at least, so that near equal ways do not take turns: a prompt that is
 short or mostly in its cache (the transfer would take longer), or any other while prefill is behind and the decode
-batch has time to spare within its ITL target.
+batch has time to spare within its ITL target, and within that of better classes that were asked for of late.
 """
 
 from __future__ import annotations
@@ -175,8 +175,10 @@ class Placing:
         if by_pair_s is None:
             return None
         best, best_s = None, float("inf")
+        itl_s, better_s = self.targets(tracked.request).itl_s, self._better(tracked.lane[0], now)
+        guests_itl_s = min((one for one in better_s if one is not None), default=None)
         for worker in with_room:
-            local = self.local(worker, self.targets(tracked.request).itl_s)
+            local = self.local(worker, itl_s, guests_itl_s)
             if local is None or local.step_tokens < LEAST_CHUNK or worker.id in tracked.avoid:
                 continue
             tokens, number = self.to_compute(tracked, worker), tracked.lane[0]
@@ -195,9 +197,10 @@ class Placing:
         local = self.local(worker, None) if self.local_prefill else None
         return local is not None and local.step_tokens >= LEAST_CHUNK
 
-    def local(self, worker: Worker, itl_s: float | None) -> Beside | None:
+    def local(self, worker: Worker, itl_s: float | None, guests_itl_s: float | None = None) -> Beside | None:
         """How it would compute prompts beside its batch, within the tightest of its targets and `itl_s`; where those
-        leave no time, a little all the same. None where its step times are not known."""
+        leave no time, a little all the same. `guests_itl_s` is of those that may come to stand there. None where its
+        step times are not known."""
         model = worker.load.step_model
         if not model or worker.card.whole_batches:
             return None
@@ -205,6 +208,9 @@ class Placing:
         itls = [itl for itl in (rows.tightest_itl_s, itl_s) if itl is not None]
         budget = worker.card.max_num_batched_tokens
         chunk = local_chunk(model, len(rows), rows.context, budget, min(itls, default=None))
+        if guests_itl_s is not None:
+            beside = local_chunk(model, max(1, len(rows)), rows.context, budget, guests_itl_s)
+            chunk = min(chunk, beside)
         chunk = max(chunk, LEAST_CHUNK - 1)
         return Beside(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3], len(rows))
 

@@ -264,6 +264,7 @@ class RequestBuilder:
                 weight=self._tiers.weight(tier),
                 deadline_s=self._tiers.ttft_s(tier),
                 itl_s=self._tiers.itl_s(tier),
+                ttft_s=self._tiers.ttft_s(tier),
             )
             requests += _choices(request, id, len(requests), fields.n)
         return Job(tuple(requests), fields.model, tuple(fields.stop), fields.stream, fields.include_usage)

@@ -109,6 +109,7 @@ class DecodeScheduler:
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), Phase.KV_READY, now)
         seq.scored = seq.prompt_len  # who computes the prompt says its log-probabilities
         self._turns.enter(seq, now)
+        self._chunk_budget.arrives(seq, now)
         if not self._may_reserve(seq, now) or not self._has_room_for_transfer(seq):
             self._passing.told_later(seq, now)
             return None
@@ -168,6 +169,7 @@ class DecodeScheduler:
         seq = Sequence(request, attempt, output_ids, self._core.next_arrival(), phase, now)
         assert seq.key not in self.held.seqs
         self._turns.enter(seq, now)
+        self._chunk_budget.arrives(seq, now)
         self.held.seqs[seq.key] = seq
         return seq
 
@@ -212,7 +214,10 @@ class DecodeScheduler:
         self._core.add_decode_rows(known if known is self.held.decoding else known + joined)
         self._core.add_rows_ahead(ahead)
         if self.held.prefilling:
-            tokens = self._chunk_budget.tokens(self.held.decoding, self.held.prefilling, step_model)
+            joining = (*self.held.ready, *self.held.reserved.values())
+            tokens = self._chunk_budget.tokens(
+                self.held.decoding, self.held.prefilling, step_model, joining, now
+            )
             self._add_chunks(order, tokens, now)
         return self._core.take_batch()
 
@@ -347,6 +352,10 @@ class DecodeScheduler:
         for seq, count in budget.chunks():
             self._core.add_row(seq, count)
             self._turns.computes(seq, count, now)
+
+    def chunk_took(self, step_s: float) -> None:
+        """A step with local prefill did, from its launch to its results."""
+        self._chunk_budget.took(step_s)
 
     def finish(self, batch: Batch, results: Seq[RowResult], now: float) -> Iterable[Outcome]:
         """Takes a step's results in; each row that sampled gives an outcome. Late results of ended sequences come to

@@ -290,6 +290,7 @@ class DecodeWorker:
         chunk_tokens = batch.num_tokens - sum(batch.samples)
         if chunk_tokens:
             self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))
+            self._scheduler.chunk_took(step_s)
             self._count_recomputed(batch)
         self.records.say_prompts(batch, results)
         effects: list[Effect] = []

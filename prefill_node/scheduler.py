@@ -1,7 +1,8 @@
 """Which prompt chunks run in the next step. Pure.
 
 Rules: order is that of the policy (`common/ordering.py`), over prompts that wait and prompts that were begun alike; a
-step's budget is given out in that order, a long prompt leaving half of it to short ones (`common/step_budget.py`); a
+step's budget is given out in that order, a long prompt leaving half of it to short ones (`common/step_budget.py`), a
+lower class only as much as lets a higher one keep its targets (`chunk_budget.py`); a
 prompt's blocks are reserved whole before its first chunk (so no prompt can hang half-way for lack of blocks), and not
 before there is something for it in a step, so that who comes later and goes first finds them; a prompt that does not
 fit the free blocks lets smaller ones behind it pass, until `MAX_PASSES` have: from then on nobody overtakes it.
@@ -25,7 +26,9 @@ from common.ordering import Fair, Policy
 from common.request import Attempt, Key, Request, TokenLogprobs
 from common.sequence import Sequence, finish_reason
 from common.step_budget import StepBudget
+from common.step_times import Coefficients
 from common.turns import Turns
+from prefill_node.chunk_budget import ChunkBudget
 
 MAX_PASSES = 64
 
@@ -44,6 +47,7 @@ class PrefillScheduler:
     def __init__(self, core: BatchingCore, policy: Policy | None = None) -> None:
         self._core = core
         self._turns = Turns(policy or Fair())
+        self._chunk_budget = ChunkBudget()
         self._seqs: dict[Key, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
@@ -83,10 +87,12 @@ class PrefillScheduler:
         assert seq.key not in self._seqs
         self._seqs[seq.key] = seq
         self._turns.enter(seq, now)
+        self._chunk_budget.arrives(seq, now)
         self._waiting.append(seq)
         return seq
 
-    def schedule(self, now: float) -> Batch | None:
+    def schedule(self, now: float, step_model: Coefficients | None = None) -> Batch | None:
+        """The next step. `step_model`: how long steps take here, where that is known."""
         budget = StepBudget(self._core.max_num_batched_tokens, now)
         passed: list[Key] = []
         kept = False  # room, for one that was passed often enough
@@ -94,6 +100,9 @@ class PrefillScheduler:
             if budget.is_spent:
                 break
             if not budget.is_open_to(seq):
+                continue
+            within = self._chunk_budget.within(seq, step_model, now)
+            if within is not None and not budget.narrow(within):
                 continue
             if not seq.blocks:
                 if kept or self._core.free_slots == 0:

@@ -182,7 +182,7 @@ class PrefillWorker:
     # ------------------------------------------------------------ steps
 
     def schedule(self, now: float) -> Batch | None:
-        batch = self._scheduler.schedule(now)
+        batch = self._scheduler.schedule(now, self.records.step_times.lately)
         for seq in batch.rows if batch is not None else ():
             if seq.num_computed == seq.cached_tokens:
                 try:

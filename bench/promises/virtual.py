@@ -94,6 +94,7 @@ class VirtualRun:
             weight=tier.weight,
             deadline_s=targets.ttft_s,
             itl_s=targets.itl_s,
+            ttft_s=targets.ttft_s,
         )
         self._answers.append((one, self.cluster.submit(request)))
 

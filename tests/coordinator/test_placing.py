@@ -193,6 +193,18 @@ def test_no_prompt_is_computed_beside_a_batch_whose_targets_leave_no_time() -> N
     assert bench.submit(request("behind", 100, first_id=2000)) == []
 
 
+def test_no_prompt_of_a_lower_class_is_computed_where_a_higher_one_that_is_about_would_miss_its_target() -> (
+    None
+):
+    bench = known("p0", "d0", local_prefill=True, targets=CHAT)
+    assert rows_given(bench, "chat", 1, priority=-1) == 1
+    bench.front(RequestFinished(RequestId("chat0"), "stop"))
+    bench.submit(request("first", 300, first_id=1000))
+    assert bench.submit(request("behind", 100, first_id=2000)) == [], (
+        "the batch is empty, but may not be for long"
+    )
+
+
 def test_a_prompt_that_is_to_be_scored_goes_to_the_prefill_pool() -> None:
     bench = known("p0", "d0", local_prefill=True)
     asked = request("a", 5)

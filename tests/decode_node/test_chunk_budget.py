@@ -10,11 +10,13 @@ import pytest
 from bench.virtual_cluster import FRONT, Answer, VirtualCluster
 from bench.virtual_worker import Shape, StepTime
 from common.lifecycle import Phase
+from common.promised import GUESTS_FOR_S
 from common.request import Request, RequestId, SamplingParams, pack_ids
 from common.sequence import Sequence
 from common.step_times import Coefficients, StepShape, seconds_of
 from decode_node.chunk_budget import CAUTION, MIN_CHUNK, PATIENCE, ChunkBudget
-from tests.common.stepping import attempt, prompt, request
+from decode_node.scheduler import DecodeScheduler
+from tests.common.stepping import attempt, make_core, prompt, request
 
 MODEL: Coefficients = (0.008, 0.0005, 1e-6, 0.0003)
 MOST = 256
@@ -48,6 +50,50 @@ def test_without_targets_or_without_a_fit_it_is_what_the_step_leaves(model: Coef
     assert ChunkBudget(MOST).tokens(seqs(7, itl_s), seqs(1), model) == MOST - 7
     assert ChunkBudget(8).tokens(seqs(7, itl_s), seqs(1), model) == MIN_CHUNK, "a full batch starves nobody"
     assert ChunkBudget(MOST).tokens([], seqs(1, 0.001), MODEL) == MOST, "only answers have gaps"
+
+
+def test_those_that_are_about_to_join_count_and_higher_classes_that_came_of_late() -> None:
+    """Whose transfer is accepted may become whole while the step runs: its first gap is what is left of that and one
+    more."""
+    budget, bare, prefilling = ChunkBudget(MOST), seqs(2), seqs(1)
+    (joins,) = seqs(1, 0.04)
+    tight = budget.tokens([*bare, *seqs(1, 0.04)], prefilling, MODEL)
+    assert (
+        budget.tokens(bare, prefilling, MODEL, joining=[joins]) in (tight, tight + 1, tight + 2)
+        and tight < 100
+    )
+    assert budget.tokens(bare, prefilling, MODEL) == MOST - 2
+    budget.arrives(joins, now=5.0)
+    assert budget.tokens(bare, prefilling, MODEL, now=6.0) == MOST - 2, "it is of their class"
+    for seq in prefilling:
+        seq.lane = (1, "", "")
+    assert budget.tokens(bare, prefilling, MODEL, now=6.0) in (tight, tight + 1, tight + 2)
+    assert budget.tokens(bare, prefilling, MODEL, now=6.0 + GUESTS_FOR_S) == MOST - 2
+
+
+def test_the_scheduler_tells_who_is_on_the_way() -> None:
+    scheduler = DecodeScheduler(make_core(4000, chunk=MOST))
+    scheduler.add(request("long", prompt(1000)), attempt(), b"", 0.0)
+    joins = replace(request("joins", prompt(8)), itl_s=0.04)
+    assert scheduler.reserve(joins, attempt(), b"", 0.0) is not None
+    batch = scheduler.schedule(0.0, MODEL)
+    assert batch is not None and MIN_CHUNK <= batch.num_tokens < 100
+
+
+def test_what_is_aimed_at_follows_what_steps_took() -> None:
+    """A machine on which every tenth step takes half as long again as its fit says: few are late for all that, and
+    when it is quiet again chunks are what they were."""
+    budget, decoding, prefilling, late = ChunkBudget(MOST), seqs(4, 0.04), seqs(1), 0
+    first = budget.tokens(decoding, prefilling, MODEL)
+    for step in range(500):
+        took_s = step_s(decoding, prefilling, budget.tokens(decoding, prefilling, MODEL))
+        took_s *= 1.5 if step % 10 == 0 else 1.0
+        late += took_s > 0.04
+        budget.took(took_s)
+    assert 0 < late <= 15 and budget.tokens(decoding, prefilling, MODEL) < 0.8 * first
+    for _ in range(400):
+        budget.took(0.03)
+    assert budget.tokens(decoding, prefilling, MODEL) == first
 
 
 def test_a_wide_target_gives_no_more_than_the_step_may_have() -> None:
