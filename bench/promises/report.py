@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -32,6 +33,22 @@ def table(
                 share(of.whole), f"{met / seconds:.2f}", f"{of.tokens / seconds:.1f}",
             )  # fmt: skip
     return found
+
+
+def worst(told: Sequence[Told], itl_s: float) -> str:
+    """The longest waits for a first token and the widest gaps, and where those over the target were."""
+    first_s = [float("inf") if one.ttft_s is None else one.ttft_s for one in told]
+    gaps_s = [[b - a for a, b in itertools.pairwise(one.text_s)] for one in told]
+    handed_over = sum(gaps[0] > itl_s for gaps in gaps_s if gaps)
+    later = sum(gap_s > itl_s for gaps in gaps_s for gap_s in gaps[1:])
+    return (
+        f"longest first tokens {_longest_ms(first_s)}, widest gaps {_longest_ms(itertools.chain(*gaps_s))}; over the "
+        f"target were {handed_over} gaps after a first token, {later} later ones"
+    )
+
+
+def _longest_ms(seconds: Iterable[float]) -> str:
+    return " ".join(f"{1e3 * one:.0f}" for one in sorted(seconds, reverse=True)[:4]) + " ms"
 
 
 def tokens_per_s(told: Sequence[Told], from_s: float, until_s: float) -> float:

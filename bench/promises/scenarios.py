@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from bench.promises.asked import Asked, poisson, together
 from bench.virtual_worker import StepTime
 from common.config import Tier
-from coordinator.step_costs import CAUTION
+from coordinator.step_costs import CAUTION, LEAST_CHUNK
 
 OVERLOAD = 3.0
 FLOOD = 1.5
@@ -34,10 +34,25 @@ class Capacity:
         return min(self.prompt_tokens_per_s / prompt, self.answer_tokens_per_s / output)
 
 
-BESIDE_TIERS: Mapping[str, Tier] = {
-    "interactive": Tier(ttft_ms=1000, itl_ms=100, priority=0, weight=4),
-    "batch": Tier(priority=1, max_queue=4096),
-}
+BATCH = Tier(priority=1, max_queue=4096)
+CHAT_PROMPT = (40, 160)
+
+
+def beside_tiers(prefill: StepTime, decode: StepTime, rows: int, budget: int = 256) -> dict[str, Tier]:
+    """Targets that a person would want, or where the machine is too slow for those, what it can do: a first token in
+    half as long again as a whole chunk and the longest prompt take, a gap as long as a full decode batch with the least
+    chunk of local prefill beside it."""
+    prompt_s = sum(time_s(prefill, 1, tokens, 0) for tokens in (budget, CHAT_PROMPT[1]))
+    gap_s = time_s(decode, rows, rows + LEAST_CHUNK, 300 * rows) / CAUTION
+    ttft_ms, itl_ms = max(1000.0, 1500 * prompt_s), max(100.0, 1000 * gap_s)
+    interactive = Tier(ttft_ms=round(ttft_ms), itl_ms=round(itl_ms), priority=0, weight=4)
+    return {"interactive": interactive, "batch": BATCH}
+
+
+def time_s(step: StepTime, rows: int, tokens: int, context: int) -> float:
+    return step.base_s + step.row_s * rows + step.token_s * tokens + step.context_s * context
+
+
 UNPROMISED: Mapping[str, Tier] = {"chat": Tier(max_queue=4096)}
 OVERLOAD_PROMPT, OVERLOAD_OUTPUT = (700, 1100), (16, 48)
 OVERLOAD_TTFT, OVERLOAD_ITL = 3.5, 2.8
@@ -81,7 +96,7 @@ def beside(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
         seconds,
         tier="interactive",
         tenant="chat",
-        prompt=(40, 160),
+        prompt=CHAT_PROMPT,
         output=(24, 64),
         from_s=0.1 * seconds,
     )

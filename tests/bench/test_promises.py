@@ -13,14 +13,15 @@ from bench.promises.real import capacity_of
 from bench.promises.report import tokens_per_s
 from bench.promises.virtual import DECODE_STEPS, PREFILL_STEPS, Service, VirtualRun, run
 from common.request import RequestId
-from coordinator.targets import targets_of
+from coordinator.targets import Targets, targets_of
 
 CAPACITY = capacity_of(PREFILL_STEPS, DECODE_STEPS, 1, 1, 16)
 SECONDS = 20.0
 
 
 def test_chat_keeps_its_promises_beside_a_flood_that_keeps_its_throughput() -> None:
-    service = Service(tiers=scenarios.BESIDE_TIERS)
+    service = Service(tiers=scenarios.beside_tiers(PREFILL_STEPS, DECODE_STEPS, 16))
+    assert service.targets["interactive"] == Targets(ttft_s=1.0, itl_s=0.1), "what a person would want"
     alone = run(service, scenarios.flood(CAPACITY, SECONDS, 3), SECONDS)
     both = run(service, scenarios.beside(CAPACITY, SECONDS, 3), SECONDS)
     chat = judged(both, "interactive", service.targets["interactive"])
