@@ -186,7 +186,8 @@ class Tokenizer:
         """Large texts in a thread (the library frees the GIL), so that streams and health checks go on."""
         if chars <= LARGE_TEXT_CHARS:
             return encode()
-        if not self._places.acquire(blocking=False):
+        places = self._places
+        if not places.acquire(blocking=False):
             raise NotAdmitted(
                 "Too many large prompts are already being tokenized.",
                 retry_after_s=1.0,
@@ -194,7 +195,7 @@ class Tokenizer:
             )
         work = self._threads.submit(encode)
         # Given back when the thread is done, which is later than the client's leaving.
-        work.add_done_callback(lambda _: self._places.release())
+        work.add_done_callback(lambda _: places.release())
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
