@@ -270,21 +270,21 @@ def _walk(compiler: GrammarCompiler, seed: int) -> list[int]:
 
 
 def test_timing(compiler: GrammarCompiler) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     compiler.compile("json_schema", SCHEMA.text + " ")
-    compiled_s = time.perf_counter() - started
+    compiled_s = time.process_time() - started
     matcher = compiler.matcher("json_schema", SCHEMA.text, [])
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100):
         mask = matcher.allowed((END,))
-    mask_s = (time.perf_counter() - started) / 100
+    mask_s = (time.process_time() - started) / 100
     logits = np.zeros(VOCAB, dtype=np.float32)
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(100):
         adjust(logits, Draw(Sampling(), 0, None, mask))
     print(
         f"compile {compiled_s * 1e3:.2f} ms, mask {mask_s * 1e6:.0f} us, "
-        f"laid over the logits {(time.perf_counter() - started) * 1e4:.0f} us"
+        f"laid over the logits {(time.process_time() - started) * 1e4:.0f} us"
     )
     assert compiled_s < 1 and mask_s < 0.05
 
