@@ -19,6 +19,7 @@ from common.messages import Block, Handover
 from common.request import Request, RequestId, SamplingParams, WorkerId, pack_ids
 from decode_node.forming import STATIC_LIMIT_S
 from decode_node.preemption import MAX_VICTIM
+from prefill_node.worker import PrefillWorker
 from tests.bench.story_cluster import SMALL_STEPS, StoryCluster, check_exact, drawn
 
 BLOCK = 16
@@ -218,10 +219,12 @@ def test_BR_071_a_prompt_in_four_chunks_takes_its_blocks_once(caching: bool) -> 
     cluster = StoryCluster(prefill_shape=shape, decode_shape=Shape(1000))
     asked = ask_many(cluster, 16, 1000, 3)
     worker = cluster.workers[WorkerId("prefill-0")]
+    node = worker.node
+    assert isinstance(node, PrefillWorker)
     most = 0
     while any(answer.end is None for answer, _ in asked):
         assert cluster.clock.step(cluster.now + 60)
-        held = [len(seq.blocks) for seq in worker.node._scheduler.sequences()]
+        held = [len(seq.blocks) for seq in node._scheduler.sequences()]
         assert worker.pool.held == sum(held)
         assert all(blocks <= -(-1004 // BLOCK) for blocks in held)
         most = max(most, sum(held))
