@@ -30,7 +30,7 @@ DRAIN_S = 2.0
 def service(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Service]:
     log = tmp_path_factory.mktemp("pools") / "log"
     flags = ["--prefill", "2", "--decode", "2", "--shutdown-timeout", f"{DRAIN_S:g}"]
-    with serving(log, *flags, "--kv-cache-memory", "300MiB") as service:
+    with serving(log, *flags, "--kv-cache-memory", "128MiB") as service:
         yield service
 
 
@@ -54,14 +54,12 @@ def mixed(text_ids: list[int], count: int) -> list[Asked]:
 
 
 def test_sixty_four_streams_at_once_equal_their_solo_answers(service: Service, text_ids: list[int]) -> None:
-    """Thirty-two requests, each twice: the copies meet prefixes that are cached, or being computed."""
-    asked = mixed(text_ids, 32)
+    """Sixteen requests, each four times: the copies meet prefixes that are cached, or being computed."""
+    asked = mixed(text_ids, 16)
     alone = [service.complete(one.prompt, **one.fields)["text"] for one in asked]
     with ThreadPoolExecutor(64) as threads:
-        texts = list(
-            threads.map(lambda one: streamed(service.url, one.prompt, **one.fields), [*asked, *asked])
-        )
-    assert texts == [*alone, *alone]
+        texts = list(threads.map(lambda one: streamed(service.url, one.prompt, **one.fields), asked * 4))
+    assert texts == alone * 4
     service.until_idle()
     for row in service.workers():
         assert row["blocks_free"] + row["blocks_cached"] == row["blocks_total"]
@@ -112,7 +110,7 @@ def leavers(text_ids: list[int]) -> list[Leaver]:
     found = []
     for index in range(200):
         start = draw.randrange(1000)
-        prompt = text_ids[start : start + draw.choice((3, 20, 100, 300))]
+        prompt = text_ids[start : start + draw.choice((3, 20, 60, 200))]
         waits_for = (0, 0, 0, 1, 10)[index % 5]
         after_s = draw.choice((0.0, 0.01, 0.05, 0.3, 1.0))
         stream = waits_for > 0 or index % 2 == 0
@@ -209,13 +207,13 @@ def test_a_frozen_worker_is_passed_over_and_taken_back(service: Service, text_id
     assert [service.complete(prompt, **fields)["text"] for prompt in prompts[:2]] == alone[:2]
 
 
-PACE_S = 0.25
+PACE_S = 0.5
 AT_ONCE = 48
 
 
 @pytest.mark.timeout(400)
 def test_all_workers_are_restarted_in_turn_under_load(service: Service, text_ids: list[int]) -> None:
-    """Every worker is drained and comes again, by a POST or by SIGTERM, while four requests of 64 tokens come every
+    """Every worker is drained and comes again, by a POST or by SIGTERM, while two requests of 64 tokens come every
     second, whatever has become of those before. None fails, and every text is exact: of those, too, that a worker
     could not finish in time. A machine that others use gets no more of them than `AT_ONCE`."""
     prompts = [text_ids[25 * i : 25 * i + 45] for i in range(4)]

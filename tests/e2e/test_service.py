@@ -47,14 +47,14 @@ def test_bytes_moved_are_blocks_times_bytes(service: Service, text_ids: list[int
     """New prompts move every block that holds a token; a repeated one only what the decode worker has not."""
     service.until_idle()
     before = service.counted("kv_transfer_bytes_total", role="decode")
-    lengths = (1, 15, 16, 17, 100, 700)
+    lengths = (1, 15, 16, 17, 100, 300)
     for index, length in enumerate(lengths):
         service.complete(text_ids[20 * index + 5 : 20 * index + 5 + length], max_tokens=3)
     moved = service.counted("kv_transfer_bytes_total", role="decode") - before
     blocks = sum(-(-length // 16) for length in lengths)
     assert moved == blocks * BF16_BLOCK_BYTES
 
-    prompt = text_ids[105 : 105 + 700]  # the last one again: its 43 whole blocks are there, the 44th is not
+    prompt = text_ids[105 : 105 + 300]  # the last one again: its 18 whole blocks are there, the 19th is not
     service.complete(prompt, max_tokens=3)
     again = service.counted("kv_transfer_bytes_total", role="decode") - before - moved
     assert again == BF16_BLOCK_BYTES

@@ -45,8 +45,8 @@ def test_a_batch_waits_for_its_timeout_and_nobody_joins_it(
     flags = ("--prefill", "0", "--batching", "dynamic", "--batch-timeout-ms", f"{TIMEOUT_S * 1e3:g}")
     with serving(tmp_path / "log", *flags, "--max-num-seqs", "4", "--kv-cache-memory", "128MiB") as service:
         with ThreadPoolExecutor(3) as pool:
-            one = ask(pool, service, text_ids[:40], 100)
-            two = ask(pool, service, text_ids[100:160], 80)
+            one = ask(pool, service, text_ids[:40], 50)
+            two = ask(pool, service, text_ids[100:160], 40)
             assert one.begun.wait(60)
             three = ask(pool, service, text_ids[200:240], 5)
         assert one.at[0] - one.sent >= TIMEOUT_S
