@@ -23,7 +23,14 @@ ONLY ?=
 PROMISES ?=
 # virtual or real: one of the two tables of `make chaos`.
 WORLD ?=
-TESTS_ALONE := tests/e2e tests/coordinator/test_serve.py tests/bench/test_virtual_speed.py
+# Whole services wait for timers and for each other, and leave two fifths of two cores idle. What only computes takes
+# those, at a low priority: nothing of it is asked to be fast.
+TESTS_OF_SERVICES := tests/e2e tests/coordinator/test_serve.py
+TESTS_BESIDE := tests/kernels tests/exactness
+TESTS_ALONE := tests/bench/test_virtual_speed.py
+BESIDE_LOG := build/tests-beside.log
+# mypy takes a minute where it has no cache, and then is one of them; with one it comes first.
+COLD := $(if $(PYTEST_ARGS)$(wildcard .mypy_cache),,yes)
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -31,7 +38,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 INSTALLED_BY := constraints.txt pyproject.toml setup.py $(wildcard kernels/native/*.c kernels/native/*.h)
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python
 
-.PHONY: help serve test promises kernels machines chaos fuzz soak clients lint format clean
+.PHONY: help serve test style services beside promises kernels machines chaos fuzz soak clients lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -55,16 +62,26 @@ serve: $(VENV)/.ready-to-serve
 	@exec $(RUN) -m coordinator.cli serve --port $(PORT) --prefill $(PREFILL) --decode $(DECODE) \
 	  $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint
+test: $(if $(COLD),style,lint)
 ifneq ($(PYTEST_ARGS),)
 	@echo '== tests: $(PYTEST_ARGS)'
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 else
-	@echo '== tests that compute, two at a time'
-	@$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(TESTS_ALONE)) tests
-	@echo '== tests of whole services and of speed, which want the cores for themselves'
+	@echo '== tests of whole services; beside them, in idle time, $(if $(COLD),mypy --strict and )$(TESTS_BESIDE) (shown when over)'
+	@$(MAKE) --no-print-directory -j2 services beside
+	@echo '== all others, two at a time'
+	@$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(TESTS_OF_SERVICES) $(TESTS_BESIDE) $(TESTS_ALONE)) tests
+	@echo '== tests of speed, which want the cores for themselves'
 	@$(RUN) -m pytest $(TESTS_ALONE)
 endif
+
+services:
+	@$(RUN) -m pytest $(TESTS_OF_SERVICES)
+
+beside:
+	@mkdir -p $(dir $(BESIDE_LOG))
+	@nice -n 10 sh -c '$(if $(COLD),$(RUN) -m mypy . &&) exec $(RUN) -m pytest $(TESTS_BESIDE)' \
+	  > $(BESIDE_LOG) 2>&1; code=$$?; cat $(BESIDE_LOG); exit $$code
 
 kernels: $(VENV)/.ready-to-test
 	@KERNEL_GRID=whole $(RUN) -m pytest --timeout 0 -n 2 tests/kernels/gpu
@@ -88,30 +105,38 @@ promises: $(VENV)/.ready-to-test
 clients: $(VENV)/.ready-to-test
 	@$(RUN) -m tests.clients.run $(ONLY)
 
-lint: $(VENV)/.ready-to-test
+lint: style
+	@echo '== mypy --strict'
+	@$(RUN) -m mypy .
+
+style: $(VENV)/.ready-to-test
 	@echo '== ruff check'
 	@$(RUN) -m ruff check .
 	@echo '== ruff format --check'
 	@$(RUN) -m ruff format --check .
-	@echo '== mypy --strict'
-	@$(RUN) -m mypy .
 
 format: $(VENV)/.ready-to-test
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-$(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
-	@echo '== installing what the tests need'
-	@$(PIP) install -c constraints.txt --no-build-isolation --quiet -e '.[test]'
-	@touch $@
+# One install, not the service's and then the tests' on top, which would resolve and build all of it again.
+$(VENV)/.ready-to-test: $(INSTALLED_BY) | $(VENV)/bin/python
+	$(call install,.[test])
+	@touch $(VENV)/.ready-to-serve $@
 
 $(VENV)/.ready-to-serve: $(INSTALLED_BY) | $(VENV)/bin/python
-	@echo '== installing setuptools into $(VENV) (seconds)'
-	@$(PIP) install --quiet -c constraints.txt setuptools
-	@echo '== installing kvferry and the versions of constraints.txt into $(VENV); with a C compiler, CPU kernels too'
-	@echo '   The first time downloads about 2 GB. While pip then unpacks and compiles, it prints nothing for a minute or two.'
-	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e .
+	$(call install,.)
 	@touch $@
+
+# pip compiles on one core, and what it cannot compile (templates, other Pythons' files) is no fault here either.
+define install
+@echo '== installing setuptools into $(VENV) (seconds)'
+@$(PIP) install --quiet -c constraints.txt setuptools
+@echo '== installing kvferry and the versions of constraints.txt into $(VENV); with a C compiler, CPU kernels too'
+@echo '   The first time downloads about 2 GB. While pip then unpacks and compiles, it prints nothing for a minute or two.'
+@$(PIP) install --progress-bar on --no-compile -c constraints.txt --no-build-isolation -e '$(1)'
+@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
+endef
 
 $(VENV)/bin/python:
 	@for python in $(CANDIDATES); do \
