@@ -87,7 +87,7 @@ def test_a_plain_token_that_is_waited_for_is_relayed_and_none_overtakes_another(
         stream.put(0, delta(5, 2))
         assert (await reading).logprobs is not None and taken == [70_001, 70_002]
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 5))
 
 
 def test_what_the_relay_raises_its_own_reader_hears() -> None:
@@ -104,7 +104,7 @@ def test_what_the_relay_raises_its_own_reader_hears() -> None:
         with pytest.raises(RequestFailed, match="0: 70000"):
             await reading
 
-    asyncio.run(story())
+    asyncio.run(asyncio.wait_for(story(), 5))
 
 
 def test_what_is_discarded_is_not_read_and_the_error_is_next() -> None:

@@ -29,6 +29,8 @@ def test_all_that_came_before_and_after_is_heard_in_order_and_timers_go_on() -> 
             push.send(b"%d" % number)
         await asyncio.sleep(0.1)  # they are there before anybody listens
         reading = Pull(pull, hear)
+        await asyncio.sleep(0.3)
+        assert len(heard) == 20
         push.send_multipart([b"two", b"frames"])
         for number in range(20, 900):
             push.send(b"%d" % number)
