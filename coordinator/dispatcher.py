@@ -142,7 +142,7 @@ class Dispatcher:
                 looked_at += 1
                 tracked = self._tracker.get(entry.id)
                 assert tracked is not None
-                pair = self._placing.pick(tracked, now)
+                pair = self._placing.pick(tracked, now, len(self._queue))
                 if pair is None:
                     passed.append(tracked)
                     if len(passed) > MAX_BLOCKED:

@@ -12,7 +12,9 @@ if it stood there already: who is promised little fills what is left, and who is
 Conditional disaggregation. A decode worker computes a prompt itself where its second token should be there sooner
 than by way of a prefill worker, by a tenth at least, so that near equal ways do not take turns: a prompt that is
 short or mostly in its cache (the transfer would take longer), or any other while prefill is behind and the decode
-batch has time to spare within its ITL target, and within that of better classes that were asked for of late.
+batch has time to spare within its ITL target, and within that of better classes that were asked for of late. One that was promised no first token may not take more from the others
+than it gains: each row of the batch is late by what the prompt's tokens take, and each that waits in the queue has it
+out of its way at the prefill workers. Without that a full decode batch stood still for the sake of one.
 """
 
 from __future__ import annotations
@@ -90,10 +92,10 @@ class Placing:
 
     # ------------------------------------------------------------ who
 
-    def pick(self, tracked: Tracked, now: float) -> tuple[Worker | None, Worker] | None:
-        """The pair of workers for it; no prefill worker: the decode worker does both. None is "later". That is so in
-        any case where there is no prefill worker that has not failed this request: often it was the way between the
-        two, and it would fail again."""
+    def pick(self, tracked: Tracked, now: float, waiting: int = 0) -> tuple[Worker | None, Worker] | None:
+        """The pair of workers for it, while so many wait in the queue; no prefill worker: the decode worker does both.
+        None is "later". That is so in any case where there is no prefill worker that has not failed this request: often
+        it was the way between the two, and it would fail again."""
         deciders = self.deciders(tracked)
         prefillers = self.prefillers(tracked)
         if not deciders:
@@ -104,7 +106,7 @@ class Placing:
         if not prefillers:
             local = self._pick_collocated(tracked, with_room, now)
             return None if local is None else (None, local)
-        local = self._pick_local(tracked, with_room, prefillers, now)
+        local = self._pick_local(tracked, with_room, prefillers, now, waiting)
         if local is not None:
             return None, local
         prefill = self._pick_prefill(tracked, prefillers, now)
@@ -166,7 +168,7 @@ class Placing:
     # ------------------------------------------------------------ local prefill
 
     def _pick_local(
-        self, tracked: Tracked, with_room: list[Worker], prefillers: list[Worker], now: float
+        self, tracked: Tracked, with_room: list[Worker], prefillers: list[Worker], now: float, waiting: int
     ) -> Worker | None:
         """A decode worker that should compute it though there are prefill workers."""
         if not self.local_prefill or tracked.request.scored_prompt_tokens:
@@ -174,6 +176,8 @@ class Placing:
         by_pair_s = self._by_pair_s(tracked, prefillers, now)
         if by_pair_s is None:
             return None
+        promised = self.targets(tracked.request).ttft_s is not None
+        spared_s = min(self.own_seconds(w, self.to_compute(tracked, w)) for w in prefillers) / len(prefillers)
         best, best_s = None, float("inf")
         itl_s, better_s = self.targets(tracked.request).itl_s, self._better(tracked.lane[0], now)
         guests_itl_s = min((one for one in better_s if one is not None), default=None)
@@ -188,7 +192,11 @@ class Placing:
             own_s = local.alone_s(tokens)
             first_s = ahead.seconds_ahead(number, tokens, own_s, now) + own_s
             second_s = first_s + self.row_step_s(worker)
-            if second_s < min(best_s, LOCAL_GAIN * (by_pair_s + self.gap_s(worker))):
+            by_way_s = by_pair_s + self.gap_s(worker)
+            if second_s >= min(best_s, LOCAL_GAIN * by_way_s):
+                continue
+            late_s = len(self._router.rows(worker.id)) * local.token_s * tokens
+            if promised or late_s <= by_way_s - second_s + waiting * spared_s:
                 best, best_s = worker, second_s
         return best
 

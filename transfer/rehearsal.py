@@ -18,7 +18,7 @@ from common.request import SamplingParams
 from common.step_times import StepShape
 from transfer.isolating import Launches
 
-LIMIT_S = 1.0
+LIMIT_S = 0.5
 """No step begins after that. A start takes some seconds, so this is to be little beside it."""
 ROWS = 16
 _DRAWN = SamplingParams(max_tokens=1, temperature=0.0)

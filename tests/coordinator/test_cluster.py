@@ -256,9 +256,9 @@ def test_who_comes_in_behind_many_without_room_is_not_looked_for(monkeypatch: py
     looked_for: list[RequestId] = []
     pick = Placing.pick
 
-    def noted(self: Placing, tracked: Tracked, now: float) -> Any:
+    def noted(self: Placing, tracked: Tracked, now: float, waiting: int) -> Any:
         looked_for.append(tracked.id)
-        return pick(self, tracked, now)
+        return pick(self, tracked, now, waiting)
 
     monkeypatch.setattr(Placing, "pick", noted)
     bench.submit(request("behind"))
