@@ -176,8 +176,6 @@ class Placing:
         by_pair_s = self._by_pair_s(tracked, prefillers, now)
         if by_pair_s is None:
             return None
-        promised = self.targets(tracked.request).ttft_s is not None
-        spared_s = min(self.own_seconds(w, self.to_compute(tracked, w)) for w in prefillers) / len(prefillers)
         best, best_s = None, float("inf")
         itl_s, better_s = self.targets(tracked.request).itl_s, self._better(tracked.lane[0], now)
         guests_itl_s = min((one for one in better_s if one is not None), default=None)
@@ -195,10 +193,17 @@ class Placing:
             by_way_s = by_pair_s + self.gap_s(worker)
             if second_s >= min(best_s, LOCAL_GAIN * by_way_s):
                 continue
-            late_s = len(self._router.rows(worker.id)) * local.token_s * tokens
-            if promised or late_s <= by_way_s - second_s + waiting * spared_s:
-                best, best_s = worker, second_s
+            if self.targets(tracked.request).ttft_s is None:
+                gained_s = by_way_s - second_s + waiting * self._spared_s(tracked, prefillers)
+                if len(self._router.rows(worker.id)) * local.token_s * tokens > gained_s:
+                    continue
+            best, best_s = worker, second_s
         return best
+
+    def _spared_s(self, tracked: Tracked, prefillers: list[Worker]) -> float:
+        """By how much each that waits is sooner served if no prefill worker computes this one."""
+        paces = [(self.pace(w, None), self.to_compute(tracked, w)) for w in prefillers]
+        return min(pace.taken_s(tokens) for pace, tokens in paces if pace is not None) / len(prefillers)
 
     def may_be_local(self, worker: Worker) -> bool:
         """Whether prompts may be computed beside its batch, those of nobody in particular."""

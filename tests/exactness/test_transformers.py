@@ -50,7 +50,7 @@ def reference(smollm2_dir: Path) -> Iterator[PreTrainedModel]:
     torch.set_num_threads(threads_before)
 
 
-def generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[list[int], list[float], torch.Tensor]:
+def generated(model: Any, prompt: tuple[int, ...]) -> tuple[list[int], list[float], torch.Tensor]:
     """32 tokens, at each step the distance between the two best logits, and log-probabilities `[steps, vocab]`."""
     with torch.inference_mode():
         output: Any = model.generate(
