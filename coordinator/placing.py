@@ -12,9 +12,10 @@ if it stood there already: who is promised little fills what is left, and who is
 Conditional disaggregation. A decode worker computes a prompt itself where its second token should be there sooner
 than by way of a prefill worker, by a tenth at least, so that near equal ways do not take turns: a prompt that is
 short or mostly in its cache (the transfer would take longer), or any other while prefill is behind and the decode
-batch has time to spare within its ITL target, and within that of better classes that were asked for of late. One that was promised no first token may not take more from the others
-than it gains: each row of the batch is late by what the prompt's tokens take, and each that waits in the queue has it
-out of its way at the prefill workers. Without that a full decode batch stood still for the sake of one.
+batch has time to spare within its ITL target, and within that of better classes that were asked for of late. One that
+was promised no first token may not take more from the others than it gains: each row of the batch is late by what the
+prompt's tokens take, and each that waits in the queue has it out of its way at the prefill workers. Without that a full
+decode batch stood still for the sake of one.
 """
 
 from __future__ import annotations
