@@ -17,7 +17,7 @@ from common.config import Tier
 from coordinator.step_costs import CAUTION, LEAST_CHUNK
 
 OVERLOAD = 3.0
-FLOOD = 1.5
+FLOOD = 2.0
 CHAT_RATE = 0.6
 SWING_LOAD = 1.3
 
@@ -56,12 +56,28 @@ def time_s(step: StepTime, rows: int, tokens: int, context: int) -> float:
 UNPROMISED: Mapping[str, Tier] = {"chat": Tier(max_queue=4096)}
 OVERLOAD_PROMPT, OVERLOAD_OUTPUT = (700, 1100), (16, 48)
 OVERLOAD_TTFT, OVERLOAD_ITL = 3.5, 2.8
-"""Targets of the overload: so many times what a prompt of 900 tokens takes alone, and a step of a full batch."""
+"""Targets of the overload: so many times what a prompt of mean length takes alone, and a step of a full batch."""
+SPREAD = 2 / 9  # of lengths, to both sides of the mean
+LEAST_PROMPT = 128
 
 
-def overload_tiers(prefill: StepTime, decode: StepTime, rows: int, budget: int = 256) -> dict[str, Tier]:
-    """With targets that suit a machine of such step times."""
-    prompt, chunks = sum(OVERLOAD_PROMPT) / 2, math.ceil(sum(OVERLOAD_PROMPT) / 2 / budget)
+def overload_prompt(capacity: Capacity, seconds: float, refused: int) -> tuple[int, int]:
+    """Lengths of prompts: those of OVERLOAD_PROMPT, or on a slow machine shorter ones, of which as many are refused as
+    are to be looked at."""
+    tokens = (OVERLOAD - 1) * capacity.prompt_tokens_per_s * seconds
+    mean = min(sum(OVERLOAD_PROMPT) / 2, max(LEAST_PROMPT, tokens / max(1, refused)))
+    return round((1 - SPREAD) * mean), round((1 + SPREAD) * mean)
+
+
+def overload_tiers(
+    prefill: StepTime,
+    decode: StepTime,
+    rows: int,
+    prompts: tuple[int, int] = OVERLOAD_PROMPT,
+    budget: int = 256,
+) -> dict[str, Tier]:
+    """With targets that suit a machine of such step times and prompts of such lengths."""
+    prompt, chunks = sum(prompts) / 2, math.ceil(sum(prompts) / 2 / budget)
     context = budget * chunks * (chunks - 1) / 2
     alone_s = (
         chunks * (prefill.base_s + prefill.row_s) + prompt * prefill.token_s + context * prefill.context_s
@@ -103,11 +119,11 @@ def beside(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
     return together(flood(capacity, seconds, seed), chat)
 
 
-def overload(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
-    rate = OVERLOAD * capacity.requests_per_s(sum(OVERLOAD_PROMPT) / 2, sum(OVERLOAD_OUTPUT) / 2)
-    return poisson(
-        seed, rate, seconds, tier="chat", tenant="crowd", prompt=OVERLOAD_PROMPT, output=OVERLOAD_OUTPUT
-    )
+def overload(
+    capacity: Capacity, seconds: float, seed: int, prompts: tuple[int, int] = OVERLOAD_PROMPT
+) -> list[Asked]:
+    rate = OVERLOAD * capacity.requests_per_s(sum(prompts) / 2, sum(OVERLOAD_OUTPUT) / 2)
+    return poisson(seed, rate, seconds, tier="chat", tenant="crowd", prompt=prompts, output=OVERLOAD_OUTPUT)
 
 
 SWING_PHASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
