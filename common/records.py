@@ -42,9 +42,9 @@ class Records:
         """A message for something unknown, ended or older: normal, counted."""
         self.counters.add("late_messages_total", kind=kind)
 
-    def step(self, batch: Batch, step_s: float) -> None:
+    def step(self, batch: Batch, step_s: float, now: float) -> None:
         self.step_s = step_s if self.step_s == 0.0 else 0.9 * self.step_s + 0.1 * step_s
-        self.step_times.observe(batch.shape, step_s)
+        self.step_times.observe(batch.shape, step_s, now)
         self.counters.observe("step_seconds", step_s)
         self.counters.observe("batch_size", float(len(batch.rows)))
         self.counters.observe("iteration_tokens_total", float(batch.num_tokens))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 MEMORY = 400
 ENOUGH = 16
+REST_S, LEAST_LEFT = 10.0, 1 / 16
 TELLING = 4  # as many as there are terms
 REFIT = 16
 SWEEPS = 60
@@ -63,6 +64,7 @@ class StepTimes:
         self._fit = [0.0] * 4
         self._since_fit = 0
         self._enough = ENOUGH
+        self._at: float | None = None  # of the last step
         self.lately: Coefficients | None = None
         """As of at most `REFIT` steps ago, for whoever asks in every step; None while too few steps are known."""
 
@@ -74,7 +76,13 @@ class StepTimes:
             self._enough = 0
             self._descend()
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, shape: StepShape, seconds: float, now: float | None = None) -> None:
+        """`now`: after a rest, what was before it counts less. Steps of a bad minute would else be believed for as long
+        as nobody is given to a worker for their sake."""
+        if now is not None:
+            if self._at is not None and now - self._at > REST_S:
+                self._forget(max(LEAST_LEFT, 0.5 ** ((now - self._at) / REST_S)))
+            self._at = now
         if self.lately is not None:
             seconds = min(seconds, STALL * seconds_of(self.lately, shape))
         row = [term / scale for term, scale in zip(_terms(shape), _SCALES, strict=True)]
@@ -88,6 +96,10 @@ class StepTimes:
         self._since_fit += 1
         if self.observed >= self._enough and self._since_fit >= REFIT:
             self._descend()
+
+    def _forget(self, left: float) -> None:
+        self._products = [[left * product for product in row] for row in self._products]
+        self._sums = [left * total for total in self._sums]
 
     @property
     def coefficients(self) -> Coefficients | None:

@@ -42,6 +42,7 @@ FIRST_CORRECTION = 1.04  # a step more or less is what no forecast can know
 MOST_PRESSURE = 0.9
 MOST_CLASSES = 64
 KEPT = 0.9  # of forecasts like the last ones are to come true; most are nowhere near their limit
+LATELY_S = 60.0
 COUNTS_FROM = 0.25
 """Of its target: what is forecast to be sooner is never near being refused, and mostly of what no forecast knows."""
 
@@ -59,17 +60,29 @@ def limit_s(forecast: Forecast, targets: Targets) -> float | None:
 
 
 class Correction:
-    """How much longer first tokens took than was forecast of late: by so much that nearly all would have come true."""
+    """How much longer first tokens took than was forecast of late: by so much that nearly all would have come true.
+    Forgotten after LATELY_S: who is refused for it shows nothing of how long it would have taken."""
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=64)
-        self.factor = FIRST_CORRECTION
+        self._ratios: deque[tuple[float, float]] = deque(maxlen=64)  # when, and how much longer
+        self._factor = FIRST_CORRECTION
 
-    def observed(self, took_s: float, forecast_s: float) -> None:
-        self._ratios.append(took_s / forecast_s)
+    def observed(self, took_s: float, forecast_s: float, now: float) -> None:
+        self._ratios.append((now, took_s / forecast_s))
+        self._count()
+
+    def factor(self, now: float) -> float:
+        if self._ratios and now - self._ratios[0][0] > LATELY_S:
+            while self._ratios and now - self._ratios[0][0] > LATELY_S:
+                self._ratios.popleft()
+            self._count()
+        return self._factor
+
+    def _count(self) -> None:
+        self._factor = FIRST_CORRECTION
         if len(self._ratios) >= ENOUGH:
-            usual = sorted(self._ratios)[int(KEPT * (len(self._ratios) - 1))]
-            self.factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, usual))
+            usual = sorted(ratio for _, ratio in self._ratios)[int(KEPT * (len(self._ratios) - 1))]
+            self._factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, usual))
 
 
 class Forecaster:
@@ -109,7 +122,9 @@ class Forecaster:
             MOST_PRESSURE, self._placing.pressure.above(tracked.lane[0], now) / (len(pools) + len(beside))
         )
         gap_s = 0.0 if is_local or not prefillers else max(map(self._placing.late_gap_s, deciders))
-        return Forecast(first_s * self.correction(tracked.lane[0]).factor, first_s, gap_s, alone_s, spoils_s)
+        factor = self.correction(tracked.lane[0]).factor(now)
+        alone_s *= max(1.0, factor)  # else an idle service would refuse who takes long, for ever
+        return Forecast(factor * first_s, first_s, gap_s, alone_s, spoils_s)
 
     def correction(self, number: int) -> Correction:
         """Of a class: a better one is forecast better."""
@@ -124,7 +139,7 @@ class Forecaster:
         """By how much those that wait behind it, and were promised a time, would miss that for its sake."""
         spoils_s = 0.0
         for entry in behind:
-            factor = self.correction(entry.lane[0]).factor
+            factor = self.correction(entry.lane[0]).factor(now)
             first_s, would_be_s = (factor * way.next(entry.tokens)[0] for way in (ahead, without))
             other = self._tracker.get(entry.id)
             if other is None or other.forecast is None:
@@ -142,7 +157,7 @@ class Forecaster:
         if forecast is None or targets.ttft_s is None or tracked.attempts > 1:
             return
         if forecast.plain_s >= COUNTS_FROM * targets.ttft_s:
-            self.correction(tracked.lane[0]).observed(now - tracked.submitted_at, forecast.plain_s)
+            self.correction(tracked.lane[0]).observed(now - tracked.submitted_at, forecast.plain_s, now)
 
     def _computers(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Computer] | None:
         found = []

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from common.request import Request
 from coordinator.answer_lengths import AnswerLengths
@@ -39,6 +40,9 @@ AFFINITY = 0.25
 HEADROOM = 1 / 8
 GUESTS_FOR_S = 60.0
 MOST_GUESTS = 64
+SLOWER = 1.3
+JOINS = 0.85
+"""Of a step's chunk is computed on the average where requests join that prefill workers computed: theirs is shorter."""
 LATE_GAP = 0.7
 """Of hand-overs by way of a prefill worker, so many take no longer than is reckoned with."""
 GAP_STEPS = 1.5
@@ -133,7 +137,8 @@ class Placing:
         fitting = [
             w for w in workers if self._router.may_prefill(w, self.to_compute(tracked, w), tracked.lane[0])
         ]
-        return next(iter(self._near(tracked, fitting)), None) or least(
+        untried = [w for w in fitting if self._router.untried(w.id, now) and w.id not in tracked.avoid]
+        return next(iter([*self._near(tracked, fitting), *untried]), None) or least(
             fitting, tracked.avoid, self._first_token_cost(tracked, workers, now)
         )
 
@@ -194,12 +199,21 @@ class Placing:
             by_way_s = by_pair_s + self.gap_s(worker)
             if second_s >= min(best_s, LOCAL_GAIN * by_way_s):
                 continue
+            if any(map(partial(self._is_to_be_tried, tracked, own_s, now), prefillers)):
+                continue
             if self.targets(tracked.request).ttft_s is None:
                 gained_s = by_way_s - second_s + waiting * self._spared_s(tracked, prefillers)
                 if len(self._router.rows(worker.id)) * local.token_s * tokens > gained_s:
                     continue
             best, best_s = worker, second_s
         return best
+
+    def _is_to_be_tried(self, tracked: Tracked, own_s: float, now: float, prefill: Worker) -> bool:
+        """A prefill worker that is thought slower than that because of steps long ago: nobody would ever be given to it
+        again, nor be known to be as fast as it is."""
+        pace = self.pace(prefill, None)
+        slow = pace is not None and pace.alone_s(self.to_compute(tracked, prefill)) > SLOWER * own_s
+        return slow and self._router.untried(prefill.id, now)
 
     def _spared_s(self, tracked: Tracked, prefillers: list[Worker]) -> float:
         """By how much each that waits is sooner served if no prefill worker computes this one."""
@@ -225,7 +239,7 @@ class Placing:
         if guests_itl_s is not None:
             beside = local_chunk(model, max(1, len(rows)), rows.context, budget, guests_itl_s)
             chunk = min(chunk, beside)
-        chunk = max(chunk, LEAST_CHUNK - 1)
+        chunk = max(int(JOINS * chunk) if self._registry.usable("prefill") else chunk, LEAST_CHUNK - 1)
         return Beside(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3], len(rows))
 
     def _by_pair_s(self, tracked: Tracked, prefillers: list[Worker], now: float) -> float | None:

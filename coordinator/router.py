@@ -19,6 +19,8 @@ from common.step_budget import LONGER
 from coordinator.registry import Worker
 
 STEPS_AHEAD = 2
+UNTRIED_S = 30.0
+MOST_KNOWN = 1024
 _NEVER = float("inf")
 
 
@@ -155,6 +157,7 @@ class Router:
     def __init__(self) -> None:
         self._prompts: dict[WorkerId, Prompts] = {}
         self._rows: dict[WorkerId, Rows] = {}
+        self._given_at: dict[WorkerId, float] = {}  # its last prompt
 
     @property
     def empty(self) -> bool:
@@ -181,6 +184,9 @@ class Router:
         now: float,
     ) -> None:
         if prefill is not None:
+            if len(self._given_at) >= MOST_KNOWN:
+                self._given_at.clear()
+            self._given_at[prefill] = now
             self._prompts.setdefault(prefill, Prompts()).put(request_id, share, now)
         if decode is not None:
             self._rows.setdefault(decode, Rows()).put(request_id, share)
@@ -199,6 +205,10 @@ class Router:
                 held.drop(request_id)
                 if not held:
                     del table[worker]
+
+    def untried(self, worker: WorkerId, now: float) -> bool:
+        """It has been given no prompt for long, so nobody knows how fast it is now."""
+        return now - self._given_at.setdefault(worker, now) > UNTRIED_S and not self.prompts(worker)
 
     # ------------------------------------------------------------ room
 

@@ -3,9 +3,9 @@
 Every token of a chunk makes the step longer, and with it the gap of each answer in it. So the budget follows the
 tightest ITL target among them: as many tokens as let the step end within `CAUTION` of it, by the step times fitted so
 far. Whose transfer is accepted counts too: it may become whole while the step runs, and its first gap is what is left
-of that step and one more. So do targets of classes above those that compute here, of which somebody came of late: who
-comes next waits for this step. Where nobody has a target, or too few steps are known, it is what
-`max_num_batched_tokens` leaves.
+of that step and one more; the chunk in that one is shorter by what it waited. So do targets of classes above those that
+compute here, of which somebody came of late: who comes next waits for this step. Where nobody has a target, or too few
+steps are known, it is what `max_num_batched_tokens` leaves.
 
 Step times are fitted, and steps differ: beside busy neighbours one takes half as long again as the last. So what is
 aimed at follows what came of it: LESS of it after a step that took longer than the target, and MORE after each that
@@ -55,12 +55,14 @@ class ChunkBudget:
         step_model: Coefficients | None,
         joining: Iterable[Sequence] = (),
         now: float = 0.0,
+        left_s: float | None = None,
     ) -> int:
         """Of the next step, whose rows are `decoding` and chunks of `prefilling`, of which there is one at least.
-        `joining`: those that may have to wait for its end."""
+        `joining`: those that may have to wait for its end. `left_s`: of the ITL target of one whose first step this is,
+        since its first token."""
         most = max(self._max_tokens - len(decoding), MIN_CHUNK)
         guests_s = self._promised.above(min(seq.lane[0] for seq in prefilling), now)
-        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s)
+        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s, left_s)
         itl_s = min((one for one in itls_s if one is not None), default=None)
         budget = (
             most

@@ -286,7 +286,7 @@ class DecodeWorker:
         return batch
 
     def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
-        self.records.step(batch, step_s)
+        self.records.step(batch, step_s, now)
         chunk_tokens = batch.num_tokens - sum(batch.samples)
         if chunk_tokens:
             self.records.counters.add("local_prefill_tokens_total", float(chunk_tokens))

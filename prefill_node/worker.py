@@ -214,7 +214,7 @@ class PrefillWorker:
         self._sender.blocks_computed(seq.key, seq.num_computed // self._core.block_size, now)
 
     def finish(self, batch: Batch, results: Seq[RowResult], step_s: float, now: float) -> list[Effect]:
-        self.records.step(batch, step_s)
+        self.records.step(batch, step_s, now)
         self.records.counters.add("computed_tokens_total", float(batch.num_tokens))
         self.records.say_prompts(batch, results)
         effects: list[Effect] = []

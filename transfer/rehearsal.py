@@ -10,7 +10,7 @@ The blocks that these steps write belong to nobody yet: whoever gets one writes 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.batching import Batch, Joined
@@ -21,6 +21,7 @@ from transfer.isolating import Launches
 LIMIT_S = 0.5
 """No step begins after that. A start takes some seconds, so this is to be little beside it."""
 ROWS = 16
+Clock = Callable[[], float]
 _DRAWN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -44,20 +45,23 @@ class Sizes:
         return min(self.num_seqs, ROWS)
 
 
-def rehearse(runner: Launches, sizes: Sizes, limit_s: float = LIMIT_S) -> list[tuple[StepShape, float]]:
-    """Steps by their shapes, and their seconds. Raises what a step raises."""
+def rehearse(
+    runner: Launches, sizes: Sizes, clock: Clock = time.monotonic, limit_s: float = LIMIT_S
+) -> list[tuple[StepShape, float]]:
+    """Steps by their shapes, and their seconds by `clock`: of processor time where the processor computes them, since
+    others start beside this worker. Raises what a step raises."""
     measured = []
     joined = _joined(sizes)
     began = time.monotonic()
     for number, (rows, start, count) in enumerate(_steps(sizes)):
         batch = _batch(joined if number == 0 else [], rows, start, count)
-        step_began = time.monotonic()
-        if step_began - began > limit_s:
+        if time.monotonic() - began > limit_s:
             break
+        step_began = clock()
         runner.launch(batch).result()
         if number:  # the first one pays for what all later ones find
             chunk = 0 if count == 1 else rows * count
-            measured.append((StepShape(rows, rows * start, chunk), time.monotonic() - step_began))
+            measured.append((StepShape(rows, rows * start, chunk), clock() - step_began))
     runner.launch(Batch(left=[one.slot for one in joined])).result()
     return measured
 

@@ -181,6 +181,7 @@ def _load(
 def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape, float]]:
     """Raises ModelCannotBeLoaded where it cannot even be run."""
     layout = runner.cache.layout
+    on_cpu = runner.cache.device.type == "cpu"
     sizes = Sizes(
         step_tokens=tokens_of_a_step(settings, runner),
         num_seqs=runner.max_num_seqs,
@@ -189,7 +190,7 @@ def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape,
         block_size=layout.block_size,
     )
     try:
-        return rehearse(runner, sizes)
+        return rehearse(runner, sizes, time.thread_time if on_cpu else time.monotonic)
     except RuntimeError as error:
         raise ModelCannotBeLoaded(f"the model is loaded and its first step fails: {error}") from error
 

@@ -72,7 +72,8 @@ def test_who_comes_back_when_told_to_is_taken_in() -> None:
     refused = [one for one in told if one.outcome == "refused"][-1]
     virtual = VirtualRun(SERVICE)
     before = [one.asked for one in told if one.asked.at_s <= refused.asked.at_s]
-    back = Asked(10_000, refused.asked.at_s + refused.retry_after_s + 0.05, "chat", "crowd", 900, 16)
+    at_s = refused.asked.at_s + refused.retry_after_s + 0.05
+    back = replace(refused.asked, index=10_000, at_s=at_s)
     virtual.ask([*before, back])
     again = virtual.run(back.at_s)
     assert again[-1].asked.index == 10_000 and again[-1].outcome == "ok"

@@ -11,6 +11,7 @@ from common.request import RequestId
 from common.step_times import Coefficients
 from coordinator.forecast import (
     FIRST_CORRECTION,
+    LATELY_S,
     LONG,
     MOST_CORRECTION,
     Correction,
@@ -144,6 +145,18 @@ def test_a_long_prompt_is_taken_by_an_idle_service_and_not_by_a_busy_one() -> No
     assert ask(bench, "longer", 500) is not None
 
 
+def test_an_idle_service_refuses_nobody_however_late_the_last_ones_were() -> None:
+    """Who is refused corrects no forecast, so it would stay so for ever."""
+    bench = known("p0", "d0", targets=CHAT)
+    for number in range(12):
+        assert ask(bench, f"r{number}", 200) is None
+        bench.now += 3.0  # a machine that stood still
+        bench.front(Progress(((RequestId(f"r{number}"), 0, (1,)),)))
+        bench.front(RequestFinished(RequestId(f"r{number}"), "stop"))
+    assert ask(bench, "idle", 400) is None
+    assert ask(bench, "behind", 400) is not None
+
+
 def test_rows_that_are_all_taken_are_waited_for() -> None:
     """Eight answers of 500 tokens at 18 ms: nobody leaves within half a second; near their end, one does."""
     bench = known("p0", "d0", targets=CHAT)
@@ -196,16 +209,17 @@ def test_better_classes_go_on_coming() -> None:
 
 def test_forecasts_are_corrected_by_what_came_of_them_within_bounds() -> None:
     correction = Correction()
-    assert correction.factor == FIRST_CORRECTION
+    assert correction.factor(0.0) == FIRST_CORRECTION
     for number in range(64):
-        correction.observed(1.2 + 0.1 * (number % 2), 1.0)
-    assert correction.factor == pytest.approx(1.3), "nearly all of them would have come true"
+        correction.observed(1.2 + 0.1 * (number % 2), 1.0, 0.0)
+    assert correction.factor(1.0) == pytest.approx(1.3), "nearly all of them would have come true"
     for _ in range(200):
-        correction.observed(9.0, 1.0)
-    assert correction.factor == MOST_CORRECTION
+        correction.observed(9.0, 1.0, 2.0)
+    assert correction.factor(2.0) == MOST_CORRECTION
     for _ in range(400):
-        correction.observed(0.1, 1.0)
-    assert correction.factor == 1 / MOST_CORRECTION
+        correction.observed(0.1, 1.0, 3.0)
+    assert correction.factor(3.0) == 1 / MOST_CORRECTION
+    assert correction.factor(3.1 + LATELY_S) == FIRST_CORRECTION, "nobody shows otherwise"
 
 
 def test_first_tokens_that_come_correct_the_next_forecast() -> None:
