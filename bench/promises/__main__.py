@@ -155,7 +155,8 @@ def overload(bench: Bench) -> bool:
     )
     kept = judged(told, "chat", targets["chat"]).whole.value
     as_before = mostly_s <= AT_ONCE_S and first_ms[1] <= 2 * first_ms[0]
-    return kept >= ATTAINED and as_before and _refused_rightly(bench, service, told)
+    rightly = _refused_rightly(bench, service, told)
+    return kept >= ATTAINED and as_before and rightly
 
 
 def _refused_rightly(bench: Bench, service: Service, told: Sequence[Told]) -> bool:
