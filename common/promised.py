@@ -12,12 +12,12 @@ MOST_GUESTS = 64
 
 class Promised:
     def __init__(self) -> None:
-        self._last: dict[tuple[int, float], float] = {}  # class and target → last asked for, oldest first
+        self._last: dict[
+            tuple[int, float | None], float
+        ] = {}  # class and target → last asked for, oldest first
 
     def asked(self, number: int, target_s: float | None, now: float) -> None:
         """One of class `number` came, with a target or without."""
-        if target_s is None:
-            return
         guest = (number, target_s)
         self._last.pop(guest, None)
         self._last[guest] = now
@@ -25,12 +25,15 @@ class Promised:
             del self._last[next(iter(self._last))]
 
     def above(self, number: int, now: float) -> float | None:
-        """The tightest target of the classes above `number`, None where nobody of them came of late."""
+        """The tightest target of the classes above `number`, None where nobody with one came of late."""
         if not self._last:
             return None
-        targets_s = (
+        return min((one for one in self.all_above(number, now) if one is not None), default=None)
+
+    def all_above(self, number: int, now: float) -> list[float | None]:
+        """Targets of the classes above `number` of which somebody came of late; None: without one."""
+        return [
             target_s
             for (other, target_s), at in self._last.items()
             if other < number and now - at <= GUESTS_FOR_S
-        )
-        return min(targets_s, default=None)
+        ]

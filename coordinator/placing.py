@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from common.promised import Promised
 from common.request import Request
 from coordinator.answer_lengths import AnswerLengths
 from coordinator.lookahead import LOCAL_GAIN
@@ -38,8 +39,6 @@ from coordinator.tracker import Tracked
 
 AFFINITY = 0.25
 HEADROOM = 1 / 8
-GUESTS_FOR_S = 60.0
-MOST_GUESTS = 64
 SLOWER = 1.3
 JOINS = 0.85
 """Of a step's chunk is computed on the average where requests join that prefill workers computed: theirs is shorter."""
@@ -72,7 +71,7 @@ class Placing:
         self.lengths = AnswerLengths()
         self.gaps = RecentGaps()
         self.pressure = Pressure()
-        self._guests: dict[tuple[int, float | None], float] = {}  # class and ITL target → last asked for
+        self._promised = Promised()  # ITL targets
 
     # ------------------------------------------------------------ promises
 
@@ -81,19 +80,7 @@ class Placing:
 
     def arrives(self, request: Request, number: int, now: float) -> None:
         """One that is promised something was asked for, of that class."""
-        guest = (number, self.targets(request).itl_s)
-        self._guests.pop(guest, None)
-        self._guests[guest] = now
-        if len(self._guests) > MOST_GUESTS:
-            del self._guests[next(iter(self._guests))]
-
-    def _better(self, number: int, now: float) -> list[float | None]:
-        """ITL targets of better classes that are about."""
-        return [
-            itl_s
-            for (other, itl_s), at in self._guests.items()
-            if other < number and now - at <= GUESTS_FOR_S
-        ]
+        self._promised.asked(number, self.targets(request).itl_s, now)
 
     # ------------------------------------------------------------ who
 
@@ -183,8 +170,7 @@ class Placing:
         if by_pair_s is None:
             return None
         best, best_s = None, float("inf")
-        itl_s, better_s = self.targets(tracked.request).itl_s, self._better(tracked.lane[0], now)
-        guests_itl_s = min((one for one in better_s if one is not None), default=None)
+        itl_s, guests_itl_s = self.targets(tracked.request).itl_s, self._promised.above(tracked.lane[0], now)
         for worker in with_room:
             local = self.local(worker, itl_s, guests_itl_s)
             if local is None or local.step_tokens < LEAST_CHUNK or worker.id in tracked.avoid:
@@ -336,12 +322,12 @@ class Placing:
         return True
 
     def _with_room(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Worker]:
-        itls_s = self._better(tracked.lane[0], now)
+        itls_s = self._promised.all_above(tracked.lane[0], now)
         return [w for w in workers if self.rows_free(tracked, w, itls_s) > 0]
 
     def free_rows(self, tracked: Tracked, workers: list[Worker], now: float) -> int:
         """How many like this one there is room for in all these batches."""
-        itls_s = self._better(tracked.lane[0], now)
+        itls_s = self._promised.all_above(tracked.lane[0], now)
         return sum(max(0, self.rows_free(tracked, w, itls_s)) for w in workers)
 
     def rows_free(self, tracked: Tracked, worker: Worker, better_itls_s: list[float | None]) -> int:

@@ -8,9 +8,9 @@ import pytest
 
 from common.front_messages import Progress, RequestFinished
 from common.messages import Accepted, Decode, Message, Prefill, Started
+from common.promised import GUESTS_FOR_S
 from common.request import Incarnation, Key, RequestId, WorkerId
 from common.step_times import Coefficients
-from coordinator.placing import GUESTS_FOR_S
 from coordinator.prefixes import PIECE_TOKENS
 from coordinator.targets import Targets
 from tests.coordinator.cluster_bench import ClusterBench, address, heartbeat, request
