@@ -70,7 +70,7 @@ class Batch:
     @property
     def shape(self) -> StepShape:
         """A row of one token counts as no chunk, whatever that token is."""
-        rows = len(self.rows)
+        rows = len(self.starts)
         return StepShape(rows, sum(self.starts), len(self.token_ids) - self.counts.count(1))
 
 

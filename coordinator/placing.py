@@ -237,12 +237,14 @@ class Placing:
 
     def gap_s(self, worker: Worker) -> float:
         """From first to second token by way of a prefill worker."""
-        usual_s = self.gaps.usual_s(0.5)
-        return GAP_STEPS * self.row_step_s(worker) if usual_s is None else usual_s
+        return self._gap_s(worker, 0.5)
 
     def late_gap_s(self, worker: Worker) -> float:
         """One of the longer ones of these."""
-        usual_s = self.gaps.usual_s(LATE_GAP)
+        return self._gap_s(worker, LATE_GAP)
+
+    def _gap_s(self, worker: Worker, share: float) -> float:
+        usual_s = self.gaps.usual_s(share)
         return GAP_STEPS * self.row_step_s(worker) if usual_s is None else usual_s
 
     def row_step_s(self, worker: Worker) -> float:

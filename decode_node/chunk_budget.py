@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 
+from common.lifecycle import Phase
 from common.promised import Promised
 from common.sequence import Sequence
 from common.step_times import Coefficients, StepShape, chunk_for
@@ -34,6 +35,16 @@ LEAST_AIM = 0.5
 
 def tightest_itl_s(seqs: Iterable[Sequence]) -> float | None:
     return min((seq.request.itl_s for seq in seqs if seq.request.itl_s is not None), default=None)
+
+
+def _left_s(joined: Iterable[Sequence], now: float) -> float | None:
+    """Until the first of their ITL targets is over."""
+    lefts_s = (
+        max(0.0, seq.request.itl_s - seq.life.seconds_in(Phase.DECODE_READY, now))
+        for seq in joined
+        if seq.request.itl_s is not None
+    )
+    return min(lefts_s, default=None)
 
 
 class ChunkBudget:
@@ -54,15 +65,15 @@ class ChunkBudget:
         prefilling: Seq[Sequence],
         step_model: Coefficients | None,
         joining: Iterable[Sequence] = (),
+        joined: Iterable[Sequence] = (),
         now: float = 0.0,
-        left_s: float | None = None,
     ) -> int:
         """Of the next step, whose rows are `decoding` and chunks of `prefilling`, of which there is one at least.
-        `joining`: those that may have to wait for its end. `left_s`: of the ITL target of one whose first step this is,
-        since its first token."""
+        `joining`: those that may have to wait for its end. `joined`: of `decoding`, those whose first step this is:
+        they have waited for it since their first token."""
         most = max(self._max_tokens - len(decoding), MIN_CHUNK)
         guests_s = self._promised.above(min(seq.lane[0] for seq in prefilling), now)
-        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s, left_s)
+        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s, _left_s(joined, now))
         itl_s = min((one for one in itls_s if one is not None), default=None)
         budget = (
             most

@@ -206,7 +206,7 @@ class DecodeScheduler:
         before = len(self.held.decoding)
         self.opens_at = None
         order = self._line_up(now)
-        left_s = self._join_delivered(now)
+        self._join_delivered(now)
         self._resume(now)
         if not self.held.preempted and self._may_start(now):
             self._start_waiting(now)
@@ -216,7 +216,7 @@ class DecodeScheduler:
         if self.held.prefilling:
             joining = (*self.held.ready, *self.held.reserved.values())
             tokens = self._chunk_budget.tokens(
-                self.held.decoding, self.held.prefilling, step_model, joining, now, left_s
+                self.held.decoding, self.held.prefilling, step_model, joining, joined, now
             )
             self._add_chunks(order, tokens, now)
         return self._core.take_batch()
@@ -296,18 +296,12 @@ class DecodeScheduler:
         self.put_out.append((seq, lost))
         insort(self.held.preempted, seq, key=_by_order)
 
-    def _join_delivered(self, now: float) -> float | None:
-        """How long the step may be for who waited longest of them, by its ITL target: its first token was before."""
-        left_s = None
+    def _join_delivered(self, now: float) -> None:
         while self.held.ready and self._core.free_slots:
             seq = self.held.ready.pop(0)
-            if seq.request.itl_s is not None:
-                own_s = max(0.0, seq.request.itl_s - (now - seq.life.since))
-                left_s = own_s if left_s is None else min(left_s, own_s)
             self._core.place(seq)
             self._begin_decoding(seq, now)
             self._look_again(seq)
-        return left_s
 
     def _resume(self, now: float) -> None:
         """The first that does not fit holds back the rest."""

@@ -37,6 +37,16 @@ def step_s(decoding: list[Sequence], prefilling: list[Sequence], chunk: int) -> 
     return seconds_of(MODEL, StepShape(len(decoding) + len(prefilling), context, chunk))
 
 
+def test_the_first_step_of_one_that_waited_for_it_is_shorter_by_that() -> None:
+    decoding, prefilling, (came,) = seqs(7, 0.06), seqs(1), seqs(1, 0.06)
+    came.life.go(Phase.DECODE_READY, 0.0)
+    came.life.move(Phase.DECODING, 0.03)
+    rows = [*decoding, came]
+    chunk = ChunkBudget(MOST).tokens(rows, prefilling, MODEL, joined=(came,), now=0.03)
+    assert step_s(rows, prefilling, chunk) <= CAUTION * 0.03 < step_s(rows, prefilling, chunk + 1)
+    assert ChunkBudget(MOST).tokens(rows, prefilling, MODEL, now=0.03) > 2 * chunk
+
+
 def test_as_much_as_fits_under_the_tightest_target() -> None:
     decoding, prefilling = [*seqs(4, 0.2), *seqs(1, 0.04), *seqs(2)], seqs(2)
     budget = ChunkBudget(MOST).tokens(decoding, prefilling, MODEL)
