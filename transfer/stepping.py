@@ -54,7 +54,7 @@ class Stepping:
         self._ended = False
         self.lock = FairLock()
         self.started: float | None = None
-        """When the step that is out began; None while none is."""
+        """When the step that is out began; None once the last one is taken in, whoever looks."""
         self.broken: BaseException | None = None
         """Why no step begins any more, and never will."""
 
@@ -120,7 +120,6 @@ class Stepping:
     ) -> Batch | None:
         """Takes in what one step came to and decides the next one, unless it is under way already."""
         now = time.monotonic()
-        self.started = None
         try:
             self._take_in(batch, computed, step_s, now)
         except BaseException as error:

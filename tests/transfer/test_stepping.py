@@ -104,6 +104,21 @@ def test_nothing_is_decided_while_the_loop_holds_the_worker() -> None:
     scene.stepping.end()
 
 
+def test_a_step_is_out_until_it_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looked in between saw a worker that was idle and still held the blocks."""
+    scene = Scene()
+    finish, seen = scene.node.finish, []
+
+    def looking(*given: Any) -> Any:
+        seen.append(scene.stepping.started)
+        return finish(*given)
+
+    monkeypatch.setattr(scene.node, "finish", looking)
+    scene.give("a", 3)
+    scene.comes_to([(A, "finished", True)])
+    assert len(seen) == 3 and None not in seen
+
+
 def test_what_a_step_raises_ends_its_requests_and_the_next_ones_run(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     scene.raises = True
