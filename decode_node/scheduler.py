@@ -3,9 +3,8 @@
 Iteration-level scheduling: every step each decoding sequence advances by one token, and sequences join and leave
 between steps. The rules, in the order in which `schedule` applies them:
 
-1. Decoding sequences take the block that their next token needs. When none is left: first the newest transfer
-   that was accepted but not delivered is revoked (the prefill worker still has every block, nothing is lost),
-   then one that computes is preempted, by the rule of `preemption.py`: its blocks go, its tokens stay.
+1. Decoding sequences take the block that their next token needs. When none is left a transfer is revoked or one that
+   computes is preempted (`giving_way.py`).
 2. Delivered sequences join, then preempted ones resume (recompute, with whatever the prefix cache still holds),
    then local prefills start, when `forming.py` says that they may; each reserves its blocks whole or waits. Who is
    next of each kind, the policy says (`common/ordering.py`).
@@ -37,8 +36,8 @@ reservation hold no block. The whole picture: `common/lifecycle.py`.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Sequence as Seq
+from functools import partial
 
 from common.batching import Batch, BatchingCore, RowResult
 from common.lifecycle import Phase
@@ -51,16 +50,12 @@ from common.turns import Turns
 from decode_node.chunk_budget import ChunkBudget
 from decode_node.forecast import Forecast
 from decode_node.forming import Continuous, Forming
+from decode_node.giving_way import GivingWay, by_order
 from decode_node.held import Held
 from decode_node.passing import ASKS_FOR_S, MAX_PASSES, Passing
-from decode_node.preemption import MAX_VICTIM, Preemption
 
 Outcome = tuple[Sequence, RowResult, str | None]
 """A sequence that has a new token, what the step said of it, and how it ends with that token, if it does."""
-
-
-def _by_order(seq: Sequence) -> tuple[int, int]:
-    return seq.order
 
 
 class DecodeScheduler:
@@ -78,21 +73,18 @@ class DecodeScheduler:
         self._max_inflight = max_inflight
         self._forming = forming or Continuous()
         self._chunk_budget = ChunkBudget(core.max_num_batched_tokens)
-        self._preemption = Preemption(self._turns.served)
         self._forecast = Forecast(core.block_size)
         self.held = Held()
+        self.giving_way = GivingWay(core, self.held, self._turns, self._forecast)
         self._full: list[Sequence] = []  # decoding, and lacking a block for the next step
         self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
         self._came_before = 0  # … of higher classes since one that had been put out last came back
         self._passes: dict[Key, int] = {}  # local prefills started past one that found no room
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
-        # What the last `schedule` did that others must hear of; the caller clears them.
-        self.revoked: list[Key] = []  # reservations given up
-        self.put_out: list[tuple[Sequence, int]] = []  # preempted, and how many tokens must be computed again
-        self.started: list[Sequence] = []  # first local chunk is about to run, of a recompute too
-        self.preemptions = 0
-        self.lost_tokens = 0
+        self.started: list[
+            Sequence
+        ] = []  # first local chunk is about to run, of a recompute too; the caller clears it
 
     # ------------------------------------------------------------ coming in
 
@@ -193,7 +185,7 @@ class DecodeScheduler:
         ahead = [seq for seq in self.held.decoding if seq.in_batch and may_go_ahead(seq)]
         lacks_block = self._core.lacks_block
         short = [s for s in known if lacks_block(s)] + [s for s in ahead if lacks_block(s, 1)]
-        for seq in sorted(short, key=_by_order):
+        for seq in sorted(short, key=by_order):
             if not self._core.grow(seq, seq.in_batch):
                 return None
         self._full.clear()
@@ -237,19 +229,9 @@ class DecodeScheduler:
     def _give_way(self, now: float) -> None:
         """To one of a higher class that asks for room."""
         wanted = self._passing.most_wanted(now)
-        while wanted is not None:
-            on_their_way = [key for key, seq in self.held.reserved.items() if wanted.above(seq)]
-            running = [
-                seq for seq in self.held.with_blocks() if wanted.above(seq) and seq.preemptions < MAX_VICTIM
-            ]
-            nobody = not on_their_way and (not running or self._came_before >= MAX_PASSES)
-            if nobody or self._may_come(wanted, now):
-                return
-            if on_their_way:
-                self._revoke(on_their_way[-1])
-            else:
-                self._turns.count_outputs(running)
-                self._preempt(self._preemption.victim(running), now)
+        if wanted is not None:
+            preempting = self._came_before < MAX_PASSES
+            self.giving_way.to(wanted, partial(self._may_come, wanted, now), preempting, now)
 
     def _may_come(self, seq: Sequence, now: float) -> bool:
         if not self._may_reserve(seq, now) or not self._has_room_for_transfer(seq):
@@ -259,42 +241,12 @@ class DecodeScheduler:
 
     def _grow(self, now: float) -> None:
         full = [s for s in self._full if s.life.phase is Phase.DECODING and self._core.lacks_block(s)]
-        full.sort(key=_by_order)
+        full.sort(key=by_order)
         if not self._core.grow_by_one(full):
             for seq in full:
                 while seq.life.phase is Phase.DECODING and not self._core.grow(seq):
-                    self._make_room(now)
+                    self.giving_way.to_those_who_run(now)
         self._full.clear()  # not before: what raises here is tried again without the newest
-
-    def _make_room(self, now: float) -> None:
-        if self.held.reserved:
-            self._revoke(next(reversed(self.held.reserved)))
-            return
-        holders = self.held.with_blocks()
-        self._turns.count_outputs(holders)
-        self._preempt(self._preemption.victim(holders), now)
-
-    def _revoke(self, key: Key) -> None:
-        self.revoked.append(key)
-        self._drop_reservation(key)
-
-    def _drop_reservation(self, key: Key) -> None:
-        seq = self.held.reserved.pop(key)
-        del self.held.seqs[key]
-        seq.over = True
-        self._core.free(seq)
-        self._forecast.changed()
-
-    def _preempt(self, seq: Sequence, now: float) -> None:
-        self.held.take_out(seq)
-        self.preemptions += 1
-        lost = self._preemption.put_out(self._core, seq)
-        self.lost_tokens += lost
-        self._forecast.changed()
-        seq.plain_until = 0
-        seq.life.move(Phase.PREEMPTED, now)
-        self.put_out.append((seq, lost))
-        insort(self.held.preempted, seq, key=_by_order)
 
     def _join_delivered(self, now: float) -> None:
         while self.held.ready and self._core.free_slots:

@@ -264,24 +264,25 @@ class DecodeWorker:
 
     def schedule(self, now: float) -> Batch | None:
         scheduler, counters = self._scheduler, self.records.counters
+        giving_way = scheduler.giving_way
         self._pending += self._deliver_whole(now)
         batch = scheduler.schedule(now, self.records.step_times.lately)
-        for victim, lost in scheduler.put_out:
+        for victim, lost in giving_way.put_out:
             counters.add("num_preemptions_total")
             counters.add("tier_preemptions_total", tier=victim.request.tier)
             count_lost(counters, lost, cause="preemption", tier=victim.request.tier)
-        for key in scheduler.revoked:
+        for key in giving_way.revoked:
             self._senders.pop(key, None)
             self._pending += self._receiver.revoke(key, "out of blocks")
             counters.add("kv_transfer_failures_total", reason="revoked")
-        scheduler.revoked.clear()
+        giving_way.revoked.clear()
         for seq in scheduler.started:
             if seq.preemptions == 0:
                 self.records.prefix_lookup(seq)
-        said = [(seq, Phase.PREEMPTED) for seq, _ in scheduler.put_out]
+        said = [(seq, Phase.PREEMPTED) for seq, _ in giving_way.put_out]
         said += [(seq, Phase.PREFILLING) for seq in scheduler.started]
         self._pending += [ToCoordinator(Started(*seq.key, phase=str(phase))) for seq, phase in said]
-        scheduler.put_out.clear()
+        giving_way.put_out.clear()
         scheduler.started.clear()
         return batch
 

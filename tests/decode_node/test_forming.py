@@ -100,7 +100,7 @@ class Run:
         batch = self.scheduler.schedule(now)
         new = [seq for seq in self.scheduler.started if seq.preemptions == 0]
         self.scheduler.started.clear()
-        self.scheduler.put_out.clear()
+        self.scheduler.giving_way.put_out.clear()
         if new:
             self._check_start(new, waiting, beside, now)
         if batch is None:

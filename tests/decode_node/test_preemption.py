@@ -78,7 +78,7 @@ class Taxed(Bench):
     def __init__(self, num_blocks: int, served: dict[str, float], max_num_seqs: int = 8) -> None:
         super().__init__(num_blocks, max_num_seqs=max_num_seqs, caching=False)
         self.served = served
-        self.scheduler._preemption = Preemption(lambda seq: self.served[seq.key[0][0]])
+        self.scheduler.giving_way._preemption = Preemption(lambda seq: self.served[seq.key[0][0]])
 
 
 def test_story_of_two_tenants() -> None:
@@ -86,7 +86,7 @@ def test_story_of_two_tenants() -> None:
     last  3 all answers are exact."""
     bench = Taxed(12, {"h": 50.0, "l": 1.0})
     keys = [bench.transferred(name, prompt(6, 100 * n), 20) for n, name in enumerate(("h0", "h1", "l0"))]
-    while not bench.scheduler.preemptions:
+    while not bench.scheduler.giving_way.preemptions:
         bench.step()
     (put_out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert put_out.key == keys[1]
@@ -105,7 +105,7 @@ def test_what_was_served_here_is_what_the_order_counts() -> None:
         keys.append(bench._expect(seq, ids, 60))
         for _ in range(4):
             bench.step()
-    while not bench.scheduler.preemptions:
+    while not bench.scheduler.giving_way.preemptions:
         bench.step()
     (put_out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert put_out.key == keys[1]
@@ -156,5 +156,5 @@ def test_work_lost_at_half_the_pool_that_is_wanted_is_little(answer: int) -> Non
     bench.to_the_end()
     bench.check_exact_and_empty()
     computed = 80 * (8 + answer)
-    assert bench.scheduler.lost_tokens <= 0.05 * computed
+    assert bench.scheduler.giving_way.lost_tokens <= 0.05 * computed
     assert max(bench.preempted.values()) <= MAX_VICTIM

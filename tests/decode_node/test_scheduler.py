@@ -83,8 +83,8 @@ class Bench:
     def schedule(self) -> Batch | None:
         self.now += 1.0
         batch = self.scheduler.schedule(self.now)
-        self.revoked += self.scheduler.revoked
-        self.scheduler.revoked.clear()
+        self.revoked += self.scheduler.giving_way.revoked
+        self.scheduler.giving_way.revoked.clear()
         self.scheduler.started.clear()
         return batch
 
@@ -258,7 +258,7 @@ def test_story_of_preemption() -> None:
     before anybody new, and its answer is the same (BR-055, BR-057, BR-065)."""
     bench = Bench(num_blocks=12)
     keys = [bench.transferred(name, prompt(6, 100 * n), 20) for n, name in enumerate("abc")]
-    while not bench.scheduler.preemptions:
+    while not bench.scheduler.giving_way.preemptions:
         bench.step()
     (out,) = [seq for seq in bench.scheduler.held.sequences() if seq.life.phase is Phase.PREEMPTED]
     assert out.key == keys[2]
@@ -284,7 +284,7 @@ def test_a_higher_class_waits_for_nobody_of_a_lower_one_who_was_put_out() -> Non
     bench = Bench(num_blocks=14)
     for n, name in enumerate("ab"):
         bench.add(name, prompt(6, 100 * n), 34, priority=5)
-    while not bench.scheduler.preemptions:
+    while not bench.scheduler.giving_way.preemptions:
         bench.step()
     assert bench.reserve("low", prompt(1, 300), 2, priority=5) is None
     high = bench.reserve("high", prompt(1, 400), 2, priority=0)
@@ -307,9 +307,9 @@ def test_those_of_a_lower_class_give_way_to_one_that_asks() -> None:
         bench.step()
     assert bench.reserve("high", prompt(20, 900), 6, priority=0) is None
     batch = bench.step()
-    assert batch is not None and 0 < bench.scheduler.preemptions < 3, "some, not all"
+    assert batch is not None and 0 < bench.scheduler.giving_way.preemptions < 3, "some, not all"
     for _ in range(3):
-        assert len(bench.scheduler.put_out) == bench.scheduler.preemptions
+        assert len(bench.scheduler.giving_way.put_out) == bench.scheduler.giving_way.preemptions
         bench.step()
         assert bench.reserve("lower", prompt(1, 700), priority=7) is None
     high = bench.reserve("high", prompt(20, 900), 6, priority=0)
@@ -328,7 +328,7 @@ def test_who_does_not_ask_again_is_waited_for_no_longer() -> None:
     for _ in range(6):
         bench.step()
     assert bench.reserve("high", prompt(55, 900), 6, priority=0) is None
-    assert bench.schedule() is None and bench.scheduler.preemptions == 3
+    assert bench.schedule() is None and bench.scheduler.giving_way.preemptions == 3
     assert bench.scheduler.opens_at == bench.now + ASKS_FOR_S
     bench.now = bench.scheduler.opens_at
     bench.to_the_end()
@@ -343,13 +343,17 @@ def test_undelivered_reservations_are_revoked_before_anybody_is_put_out() -> Non
     assert early is not None and late is not None
     while not bench.revoked:
         bench.step()
-    assert bench.revoked == [late] and late not in bench.scheduler.held and bench.scheduler.preemptions == 0
+    assert (
+        bench.revoked == [late]
+        and late not in bench.scheduler.held
+        and bench.scheduler.giving_way.preemptions == 0
+    )
     while len(bench.revoked) < 2:
         bench.step()
     assert bench.revoked == [late, early]
     del bench.wanted[early], bench.wanted[late], bench.answers[early], bench.answers[late]
     bench.to_the_end()
-    assert bench.scheduler.preemptions == 0
+    assert bench.scheduler.giving_way.preemptions == 0
     bench.check_exact_and_empty()
 
 
@@ -471,7 +475,7 @@ def bring_to(bench: Bench, station: str) -> Key:
     if station == "preempted":
         bench.transferred("before", prompt(6, 700), 20)
     key = bench.add("x", prompt(40 if station == "prefilling" else 10), 30)
-    while station == "preempted" and not bench.scheduler.preemptions:
+    while station == "preempted" and not bench.scheduler.giving_way.preemptions:
         bench.step()
     if station == "prefilling":
         bench.step()
@@ -635,7 +639,7 @@ def test_story_of_no_block_for_a_second_batch() -> None:
             assert all(seq.life.phase is not Phase.PREEMPTED for seq in batch.rows)
             bench.finish(batch)
         preempted += len(out) == 1
-    assert bench.scheduler.preemptions > 0 and preempted > 0
+    assert bench.scheduler.giving_way.preemptions > 0 and preempted > 0
     bench.check_exact_and_empty()
 
 
