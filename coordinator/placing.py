@@ -21,8 +21,8 @@ decode batch stood still for the sake of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from common.promised import Promised
 from common.request import Request
@@ -52,6 +52,17 @@ one, and the transfer beside it."""
 def blocks_of(tokens: int, block_size: int) -> int:
     """What so many new tokens take of a decode worker: they may begin and end inside a block, and grow by one."""
     return tokens // block_size + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """To a request's first token, by a worker that computes `tokens` of its prompt. `first`: how long that takes from
+    now on, in seconds, or in tokens where step times are not known of all that were asked."""
+
+    worker: Worker
+    tokens: int
+    pace: Pace | None
+    first: float
 
 
 class Placing:
@@ -98,10 +109,11 @@ class Placing:
         if not prefillers:
             local = self._pick_collocated(tracked, with_room, now)
             return None if local is None else (None, local)
-        local = self._pick_local(tracked, with_room, prefillers, now, waiting)
+        ways = self._ways(tracked, prefillers, now)
+        local = self._pick_local(tracked, with_room, ways, now, waiting)
         if local is not None:
             return None, local
-        prefill = self._pick_prefill(tracked, prefillers, now)
+        prefill = self._pick_prefill(tracked, ways, now)
         return None if prefill is None else (prefill, self._pick_decode(tracked, with_room))
 
     def pick_other(self, tracked: Tracked, now: float) -> Worker | None:
@@ -120,13 +132,16 @@ class Placing:
             if w.longest_tokens >= tracked.tokens and w.id not in tracked.avoid
         ]
 
-    def _pick_prefill(self, tracked: Tracked, workers: list[Worker], now: float) -> Worker | None:
-        fitting = [
-            w for w in workers if self._router.may_prefill(w, self.to_compute(tracked, w), tracked.lane[0])
-        ]
-        untried = [w for w in fitting if self._router.untried(w.id, now) and w.id not in tracked.avoid]
-        return next(iter([*self._near(tracked, fitting), *untried]), None) or least(
-            fitting, tracked.avoid, self._first_token_cost(tracked, workers, now)
+    def _pick_prefill(self, tracked: Tracked, ways: Sequence[Way], now: float) -> Worker | None:
+        fitting = {
+            way.worker.id: way
+            for way in ways
+            if self._router.may_prefill(way.worker, way.tokens, tracked.lane[0])
+        }
+        workers = [way.worker for way in fitting.values()]
+        untried = [w for w in workers if self._router.untried(w.id, now) and w.id not in tracked.avoid]
+        return next(iter([*self._near(tracked, workers), *untried]), None) or least(
+            workers, tracked.avoid, lambda w: fitting[w.id].first
         )
 
     def _pick_decode(self, tracked: Tracked, with_room: list[Worker]) -> Worker:
@@ -145,9 +160,9 @@ class Placing:
         near = next(iter(self._near(tracked, fitting)), None)
         if near is not None or not fitting:
             return near
-        soonest = self._first_token_cost(tracked, with_room, now)
+        first = {way.worker.id: way.first for way in self._ways(tracked, fitting, now)}
         return least(
-            sorted(fitting, key=self._router.batch_share), tracked.avoid, soonest
+            sorted(fitting, key=self._router.batch_share), tracked.avoid, lambda w: first[w.id]
         )  # of those as soon as each other the one with the emptier batch
 
     def _near(self, tracked: Tracked, workers: list[Worker]) -> list[Worker]:
@@ -161,14 +176,14 @@ class Placing:
     # ------------------------------------------------------------ local prefill
 
     def _pick_local(
-        self, tracked: Tracked, with_room: list[Worker], prefillers: list[Worker], now: float, waiting: int
+        self, tracked: Tracked, with_room: list[Worker], ways: Sequence[Way], now: float, waiting: int
     ) -> Worker | None:
         """A decode worker that should compute it though there are prefill workers."""
         if not self.local_prefill or tracked.request.scored_prompt_tokens:
             return None
-        by_pair_s = self._by_pair_s(tracked, prefillers, now)
-        if by_pair_s is None:
+        if any(way.pace is None for way in ways):
             return None
+        by_pair_s = min(way.first for way in ways)  # with room or without
         best, best_s = None, float("inf")
         itl_s, guests_itl_s = self.targets(tracked.request).itl_s, self._promised.above(tracked.lane[0], now)
         for worker in with_room:
@@ -185,26 +200,20 @@ class Placing:
             by_way_s = by_pair_s + self.gap_s(worker)
             if second_s >= min(best_s, LOCAL_GAIN * by_way_s):
                 continue
-            if any(map(partial(self._is_to_be_tried, tracked, own_s, now), prefillers)):
+            if any(self._is_to_be_tried(way, own_s, now) for way in ways):
                 continue
             if self.targets(tracked.request).ttft_s is None:
-                gained_s = by_way_s - second_s + waiting * self._spared_s(tracked, prefillers)
+                gained_s = by_way_s - second_s + waiting * _spared_s(ways)
                 if len(self._router.rows(worker.id)) * local.token_s * tokens > gained_s:
                     continue
             best, best_s = worker, second_s
         return best
 
-    def _is_to_be_tried(self, tracked: Tracked, own_s: float, now: float, prefill: Worker) -> bool:
+    def _is_to_be_tried(self, way: Way, own_s: float, now: float) -> bool:
         """A prefill worker that is thought slower than that because of steps long ago: nobody would ever be given to it
         again, nor be known to be as fast as it is."""
-        pace = self.pace(prefill, None)
-        slow = pace is not None and pace.alone_s(self.to_compute(tracked, prefill)) > SLOWER * own_s
-        return slow and self._router.untried(prefill.id, now)
-
-    def _spared_s(self, tracked: Tracked, prefillers: list[Worker]) -> float:
-        """By how much each that waits is sooner served if no prefill worker computes this one."""
-        paces = [(self.pace(w, None), self.to_compute(tracked, w)) for w in prefillers]
-        return min(pace.taken_s(tokens) for pace, tokens in paces if pace is not None) / len(prefillers)
+        slow = way.pace is not None and way.pace.alone_s(way.tokens) > SLOWER * own_s
+        return slow and self._router.untried(way.worker.id, now)
 
     def may_be_local(self, worker: Worker) -> bool:
         """Whether prompts may be computed beside its batch, those of nobody in particular."""
@@ -228,13 +237,6 @@ class Placing:
         chunk = max(int(JOINS * chunk) if self._registry.usable("prefill") else chunk, LEAST_CHUNK - 1)
         return Beside(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3], len(rows))
 
-    def _by_pair_s(self, tracked: Tracked, prefillers: list[Worker], now: float) -> float | None:
-        """Until the first token, by way of the prefill worker that would have it soonest, with room or without."""
-        known = [w for w in prefillers if w.load.step_model]
-        if len(known) < len(prefillers):
-            return None
-        return min(map(self._first_token_cost(tracked, prefillers, now), prefillers))
-
     def gap_s(self, worker: Worker) -> float:
         """From first to second token by way of a prefill worker."""
         return self._gap_s(worker, 0.5)
@@ -254,21 +256,20 @@ class Placing:
 
     # ------------------------------------------------------------ what it takes
 
-    def _first_token_cost(
-        self, tracked: Tracked, workers: list[Worker], now: float
-    ) -> Callable[[Worker], float]:
-        """Seconds until its first token at one of these, or tokens where step times are not known of all."""
+    def _ways(self, tracked: Tracked, workers: Sequence[Worker], now: float) -> list[Way]:
+        """What is known of each of these that may compute its prompt, asked once."""
         in_seconds = all(w.load.step_model for w in workers)
-
-        def cost(worker: Worker) -> float:
+        itl_s = self.targets(tracked.request).itl_s
+        ways = []
+        for worker in workers:
             tokens, ahead = self.to_compute(tracked, worker), self._router.prompts(worker.id)
-            if not in_seconds:
-                return float(ahead.tokens + tokens)
-            pace = self.pace(worker, self.targets(tracked.request).itl_s)
+            pace = self.pace(worker, itl_s)
             own_s = 0.0 if pace is None else pace.alone_s(tokens)
-            return ahead.seconds_ahead(tracked.lane[0], tokens, own_s, now) + own_s
-
-        return cost
+            first = float(ahead.tokens + tokens)
+            if in_seconds:
+                first = ahead.seconds_ahead(tracked.lane[0], tokens, own_s, now) + own_s
+            ways.append(Way(worker, tokens, pace, first))
+        return ways
 
     def pace(self, worker: Worker, itl_s: float | None) -> Pace | None:
         """How it computes prompts of those who are promised `itl_s`; None where its step times are not known."""
@@ -345,3 +346,8 @@ class Placing:
             seats = min(seats, rows_within(worker.load.step_model, min(kept), context))
         free = min(seats - len(rows), blocks // self._blocks(tracked, worker))
         return free if rows else max(1, free)
+
+
+def _spared_s(ways: Sequence[Way]) -> float:
+    """By how much each that waits is sooner served if no prefill worker computes this one."""
+    return min(way.pace.taken_s(way.tokens) for way in ways if way.pace is not None) / len(ways)
