@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -90,6 +91,7 @@ def create_app(
     add_drain_route(app, gateway, limits)
     add_role_route(app, gateway, limits)
     add_docs_routes(app, _facts(kitchen, tuple(served_models), tiers.names, bool(api_keys)))
+    _answer_heads(app)
     cors = cors or Cors()
     door = FrontDoor(
         app,
@@ -199,6 +201,13 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
                 code="request_not_found",
             )
         return _json(found)
+
+
+def _answer_heads(app: FastAPI) -> None:
+    """Load balancers probe with HEAD. What answers GET does; the server under the app leaves the body out."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 def _json(value: Any) -> Response:

@@ -300,6 +300,22 @@ def test_the_wrong_method(client: httpx.Client) -> None:
         assert response.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/metrics", "/version", "/v1/models", "/v1/models/smol", "/docs"]
+)
+def test_a_probe_with_head_is_answered_as_get_without_a_body(client: httpx.Client, path: str) -> None:
+    with_body, without = client.get(path), client.head(path)
+    assert (without.status_code, without.content) == (200, b"")
+    assert without.headers["content-type"] == with_body.headers["content-type"]
+
+
+def test_a_probe_with_head_sees_what_is_wrong(served: Served, client: httpx.Client) -> None:
+    served.gateway.unhealthy = "no live decode worker"
+    assert (client.head("/health").status_code, client.head("/nope").status_code) == (503, 404)
+    assert client.head("/v1/completions").headers["allow"] == "POST"
+    assert client.get("/version").status_code == 200, "the connection is in order after each"
+
+
 def test_models(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"

@@ -128,7 +128,7 @@ def test_routes_are_those_of_the_server(tokenizer: Tokenizer) -> None:
         (method.lower(), route.path.replace(":path}", "}"))
         for route in door._app.routes
         if isinstance(route, APIRoute)
-        for method in route.methods or ()
+        for method in (route.methods or set()) - {"HEAD"}  # goes with GET
     }
     assert {(method, path) for path, item in SAID["paths"].items() for method in item} == served
 
