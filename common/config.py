@@ -28,6 +28,7 @@ from common.worker_settings import EngineSettings, WorkerRole, WorkerSettings
 WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
 
 MAX_PRIORITY = 2**31 - 1
+MAX_TIER_NAME_CHARS = 64
 
 NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
@@ -127,6 +128,18 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
             raise ValueError(
                 "tiers.auto: a request that says auto means the tier of its key; name it otherwise"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _names_of_tiers(self) -> Self:
+        """They stand in requests, in labels of metrics and in lines of the log."""
+        for name in self.tiers:
+            if not (0 < len(name) <= MAX_TIER_NAME_CHARS and name.isprintable() and name == name.strip()):
+                shown = name if len(name) <= MAX_TIER_NAME_CHARS else f"{name[:MAX_TIER_NAME_CHARS]}…"
+                raise ValueError(
+                    f"tiers.{shown!r}: a tier's name is 1 to {MAX_TIER_NAME_CHARS} printable characters, without "
+                    "blanks at its ends"
+                )
         return self
 
     @model_validator(mode="after")

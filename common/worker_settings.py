@@ -19,6 +19,10 @@ from common.transfer_settings import TransferSettings
 WorkerRole = Literal["prefill", "decode"]
 
 LAST_PAIR_OF_PORTS = 65534
+MOST = 2**31 - 1
+"""Of blocks and positions, which kernels count in 32 bits. What memory has room for is known with the model only."""
+MOST_STEP_TOKENS = 1 << 20
+MOST_THREADS = 1024
 WORKER_ID = r"((prefill|decode)-from-)?[A-Za-z0-9._-]{1,64}"  # one that changed its role has it in its id
 
 
@@ -28,7 +32,7 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs; auto: a GPU if any", "model")
     max_model_len: int | None = flag(
-        None, "longest prompt and answer together; absent: the model's own limit", "engine", ge=1
+        None, "longest prompt and answer together; absent: the model's own limit", "engine", ge=1, le=MOST
     )
     max_num_seqs: int = flag(64, "requests that run at once on one worker", "engine", ge=1, le=4096)
     max_num_batched_tokens: int | None = flag(
@@ -36,6 +40,7 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
         "tokens of one step: a longer prompt is computed in chunks of this; absent: 256 on a CPU, 2048 on a device",
         "engine",
         ge=1,
+        le=MOST_STEP_TOKENS,
     )
     batching: Literal["continuous", "dynamic"] = flag(
         "continuous",
@@ -53,7 +58,7 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
     )
     block_size: int = flag(16, "tokens in one KV block", "cache", ge=1, le=1024)
     num_kv_blocks: int | None = flag(
-        None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1
+        None, "KV blocks per worker; absent: as --kv-cache-memory has room for", "cache", ge=1, le=MOST
     )
     kv_cache_memory: Bytes | None = flag(
         None,
@@ -71,6 +76,7 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
         "`kvferry serve` share",
         "process",
         ge=1,
+        le=MOST_THREADS,
     )
 
     @model_validator(mode="after")

@@ -192,6 +192,15 @@ def test_a_tier_that_no_request_could_name_is_refused(tmp_path: Path) -> None:
     assert "tiers.auto" in refusal("--config", write(tmp_path, "[tiers.auto]\nweight = 2\n"))
 
 
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\\nb", " gold"])
+def test_a_tier_has_a_name_that_fits_a_label(name: str, tmp_path: Path) -> None:
+    message = refusal("--config", write(tmp_path, f'[tiers."{name}"]\nweight = 2\n'))
+    assert (
+        f"tiers.'{name[:64]}" in message and "1 to 64 printable characters" in message and len(message) < 200
+    )
+    assert list(serve("--config", write(tmp_path, f'[tiers."{"é" * 64}"]\nweight = 2\n')).tiers) == ["é" * 64]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -201,6 +210,10 @@ def test_a_tier_that_no_request_could_name_is_refused(tmp_path: Path) -> None:
         (["--max-num", "3"], ["unknown flag --max-num"]),
         (["--dtype", "bf16"], ["--dtype", "'bfloat16'", "'bf16'"]),
         (["--decode", "0"], ["--decode", "greater than or equal to 1"]),
+        (["--num-kv-blocks", str(10**12)], ["--num-kv-blocks", "less than or equal to"]),
+        (["--max-model-len", str(10**12)], ["--max-model-len", "less than or equal to"]),
+        (["--max-num-batched-tokens", str(10**9)], ["--max-num-batched-tokens", "less than or equal to"]),
+        (["--threads", str(10**6)], ["--threads", "less than or equal to"]),
         (["--kv-cache-memory", "2 parsec"], ["--kv-cache-memory", "2GiB"]),
         (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "finite"]),
         (["--transfer", "ucx"], ["--transfer", "'gloo'", "'ucx'"]),
