@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvferry {command}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
+        print(f"kvferry {command}: interrupted", file=sys.stderr)  # noqa: T201
         return 1
 
 

@@ -95,7 +95,8 @@ class Departures:
             )
         if role == "prefill" and len(self._registry.usable("decode")) < 2:
             raise Conflict(
-                f"Worker {worker.id} is the only decode worker that takes requests.",
+                f"Worker {worker.id} is the only decode worker that takes requests: start another one, or let a "
+                "prefill worker become one, and ask again.",
                 code="last_decode_worker",
             )
 

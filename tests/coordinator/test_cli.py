@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from common.paths import child_environment, project_root, require_own_folders
 from common.version import VERSION
+from coordinator.cli import main
 from coordinator.launcher import reserve_port
 
 
@@ -66,6 +69,18 @@ def test_status_of_nobody_is_one_line(silent_port: int) -> None:
     assert ended.returncode == 1
     assert "refused" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_command_that_is_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with 1 and without a word."""
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        url = f"http://127.0.0.1:{never_answers.getsockname()[1]}"
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        ctrl_c = threading.Timer(0.3, signal.pthread_kill, (main_thread, signal.SIGINT))
+        ctrl_c.start()
+        assert main(["status", "--url", url]) == 1
+    assert capsys.readouterr().err == "kvferry status: interrupted\n"
 
 
 def test_folders_of_the_same_name_where_a_person_stands_are_not_ours(tmp_path: Path) -> None:

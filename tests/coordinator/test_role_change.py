@@ -182,7 +182,7 @@ def beside_one_that_changes(bench: ClusterBench) -> None:
         (changed, "decode", "worker_lost", f"is {NEW} now"),
         (lost, "prefill", "worker_lost", "is lost"),
         (lost, "decode", "worker_lost", "is lost"),
-        (alone, "prefill", "last_decode_worker", "the only decode worker"),
+        (alone, "prefill", "last_decode_worker", "start another one"),
         (beside_one_that_drains, "prefill", "last_decode_worker", "the only decode worker"),
         (beside_one_that_changes, "prefill", "last_decode_worker", "the only decode worker"),
     ],
