@@ -4,7 +4,7 @@
     head       must be whole `head_timeout_s` after its first byte (or after the connection was made) and no longer
                than MAX_HEAD_BYTES: who connects and says nothing, or a byte a second, holds a place for that long
     pipeline   at most MAX_PIPELINED requests may wait for the one that is being answered, with bodies that together
-               are no larger than one body may be
+               are no larger than one body may be; after one more those are answered, then it is told 400
     answer     when the client's socket is full, something must go out every `write_timeout_s`, also while the
                connection is being closed: else it is cut, as closing waits for a client that never reads
     number     over `max_connections` the one that has been idle longest makes room; if none is idle, the new one
@@ -90,6 +90,9 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of whole lines
         # Of all, from the second read on: the first may have begun with something else.
         self._raw_head_bytes = 0
+        self._one_too_many: KvferryError | None = (
+            None  # said after the answers to those before it; no more is read
+        )
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait behind it
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
@@ -136,6 +139,8 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ heads
 
     def data_received(self, data: bytes) -> None:
+        if self._one_too_many is not None:
+            return  # not paused: a client that leaves must be seen
         if self._between_requests() and self._head_timer is None:
             self._expect_head()
         was_in_head = self._in_head
@@ -163,7 +168,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _pipeline_too_long()
+            self._one_too_many = _pipeline_too_long()
+            raise self._one_too_many
         self._all.idle.pop(self, None)
         super().on_headers_complete()
         # uvicorn stops reading while one waits, and would not see the client leave. They are bounded here instead.
@@ -186,7 +192,10 @@ class Connection(HttpToolsProtocol):
         self._let_go()
         super().on_response_complete()
         if self._between_requests() and not self.transport.is_closing():
-            self._all.idle[self] = None
+            if self._one_too_many is not None:
+                self._refuse(self._one_too_many)
+            else:
+                self._all.idle[self] = None
 
     def send_400_response(self, msg: str) -> None:
         """What the parser refuses, or we do in one of its callbacks."""
@@ -222,7 +231,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: KvferryError) -> None:
         """Says so and closes, where that cannot be taken for a part of an answer that is under way."""
         if not self._between_requests():
-            self.end(code_of(error))
+            if error is not self._one_too_many:
+                self.end(code_of(error))
             return
         if self.transport.is_closing():
             return

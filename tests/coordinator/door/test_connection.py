@@ -168,11 +168,28 @@ def test_requests_in_a_row_have_a_limit(tight: Served) -> None:
         assert part
         data += part
     few.close()
-    tight.gateway.answers(WORD, first_s=5)
-    started_s = time.monotonic()
-    assert rest(connect(tight, post({}) + (HEAD + b"\r\n") * (MAX_PIPELINED + 1))) == b""
-    assert time.monotonic() - started_s < 2
-    assert closed(tight, "pipeline_too_long") == 1
+
+
+@pytest.mark.parametrize("too_many", [1, 5])
+def test_what_came_before_one_too_many_is_answered(tight: Served, too_many: int) -> None:
+    """The connection was cut, and the answers with it."""
+    tight.gateway.answers(WORD, first_s=0.2)
+    before = closed(tight, "pipeline_too_long")
+    connection = connect(tight, post({}) + (HEAD + b"\r\n") * (MAX_PIPELINED + too_many))
+    until(lambda: tight.gateway.requests)
+    connection.sendall(b"nothing that is read any more")
+    answered, refusal, _ = (data := rest(connection)).rpartition(b"HTTP/1.1 400")
+    assert answered.count(b"HTTP/1.1 200 OK") == 1 + MAX_PIPELINED and refusal
+    assert code(data[len(answered) :]) == (400, "pipeline_too_long")
+    assert closed(tight, "pipeline_too_long") == before + 1
+
+
+def test_who_leaves_after_one_too_many_is_noticed(tight: Served) -> None:
+    tight.gateway.answers(WORD, first_s=30)
+    connection = connect(tight, post({}) + (HEAD + b"\r\n") * (MAX_PIPELINED + 1))
+    until(lambda: tight.gateway.requests)
+    connection.close()
+    until(lambda: tight.gateway.cancelled, within_s=1)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
