@@ -82,13 +82,15 @@ class ScriptedStream:
         self._take_token = take
 
     async def next(self) -> TokenDelta:
-        """Of plain tokens every fourth comes by here though it could be relayed, as where a socket is full."""
+        """Of plain tokens every fourth comes by here though it could be relayed, as where a socket is full; unless the
+        gateway `relays_all`, as the real one does."""
         while True:
             delta = await self._next()
             said_more = delta.finish or delta.logprobs or delta.prompt_logprobs or delta.cached_tokens
             if self._take_token is None or said_more or len(delta.ids) != 1:
                 return delta
-            if self._gateway.deltas_taken % 4 == 0 or not self._take_token(delta.choice, delta.ids[0]):
+            by_mailbox = self._gateway.deltas_taken % 4 == 0 and not self._gateway.relays_all
+            if by_mailbox or not self._take_token(delta.choice, delta.ids[0]):
                 return delta
             self._gateway.deltas_relayed += 1
 
@@ -159,6 +161,7 @@ class ScriptedGateway:
     withdrawn: list[tuple[RequestId, float]] = field(default_factory=list)
     deltas_taken: int = 0
     deltas_relayed: int = 0
+    relays_all: bool = False
     drained: list[tuple[str, float]] = field(default_factory=list)
     changed: list[tuple[str, Role, float]] = field(default_factory=list)
     conflict: str = ""
@@ -180,7 +183,7 @@ class ScriptedGateway:
             self.changed,
         ):
             seen.clear()
-        self.deltas_taken, self.conflict = 0, ""
+        self.deltas_taken, self.conflict, self.relays_all = 0, "", False
         self.context, self.unhealthy, self.phase = 8192, None, None
 
     def mint_id(self, prefix: str) -> RequestId:

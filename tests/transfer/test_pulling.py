@@ -28,6 +28,7 @@ def test_all_that_came_before_and_after_is_heard_in_order_and_timers_go_on() -> 
         for number in range(20):
             push.send(b"%d" % number)
         await asyncio.sleep(0.1)  # they are there before anybody listens
+        pull.getsockopt(zmq.EVENTS)  # and whoever asks is told that once
         reading = Pull(pull, hear)
         await asyncio.sleep(0.3)
         assert len(heard) == 20
