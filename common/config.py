@@ -42,8 +42,8 @@ class Tier(Strict):
     weight: float = Field(default=1, gt=0, le=1e6)
     max_queue: int | None = Field(default=None, ge=1)  # beside --max-queue
     max_priority_offset: int | None = Field(default=None, ge=0)
-    """How far from the tier's class a request's `priority` may move it; absent: not to the class of a tier that is
-    served before this one."""
+    """How far from the tier's class a request's `priority` may move it. Absent: later as far as it likes, sooner to
+    just behind the next better tier, and not at all where there is none (`coordinator/tiers.py`)."""
     api_key_file: KeysOfFiles = ()
     """Keys whose requests are of this tier where they name no other; they need not be given anywhere else."""
 
@@ -168,6 +168,11 @@ class CoordinatorSettings(HttpSettings, ProcessSettings):
     def all_tiers(self) -> dict[str, Tier]:
         """The tiers of the file, and `default` in any case."""
         return {"default": Tier(), **self.tiers}
+
+    @property
+    def one_tenant(self) -> bool:
+        """Nothing that was set tells requests apart: no tier, and no second key."""
+        return not self.tiers and len(self.api_keys) <= 1
 
     @property
     def open_to_all(self) -> bool:

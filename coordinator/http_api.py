@@ -76,7 +76,7 @@ def create_app(
     has_place = tokenizer.template is not None and tokenizer.template.has_place_for_tools
     told = "by the chat template" if has_place else "as text, for want of a place in the chat template"
     log.info("tools are told %s; their calls are read as those of the %s family", told, family.name)
-    tiers = tiers or Tiers()
+    tiers = tiers or Tiers(one_tenant=len(api_keys) <= 1)
     builder = RequestBuilder(gateway, tokenizer, tuple(served_models), tiers, front, seed, structured, family)
     limits = limits or Limits()
     kitchen = Kitchen(gateway, tokenizer, builder, metrics, limits, pacing or FirstTokenPacing({}))

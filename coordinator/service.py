@@ -114,7 +114,9 @@ async def _serve(
         metrics,
         served_models=(settings.model_name,),
         tiers=Tiers(
-            tiers, {tenant_of(key): name for name, tier in tiers.items() for key in tier.api_key_file}
+            tiers,
+            {tenant_of(key): name for name, tier in tiers.items() for key in tier.api_key_file},
+            one_tenant=settings.one_tenant,
         ),
         pacing=FirstTokenPacing(targets),
         seed=settings.seed,

@@ -1,4 +1,10 @@
-"""Which tier serves a request, and what a request may ask of it."""
+"""Which tier serves a request, and what a request may ask of it.
+
+Why `priority` has a bound where nobody set one: classes are served strictly, lower first, so one client that puts its
+own requests before everybody's shuts all others out. A request may make itself worse as far as it likes; better only up
+to just behind the tier that is served before its own, and where there is none, not at all. Whoever has the service to
+itself shuts out nobody: there `priority` has no bound, as in vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +19,19 @@ OF_THE_KEY = (None, "auto")
 
 
 class Tiers:
-    """The configured tiers, the first being the default one. `of_tenants`: tiers of the tenants whose key has one."""
+    """The configured tiers, the first being the default one. `of_tenants`: tiers of the tenants whose key has one.
+    `one_tenant`: no tenant or tier is there that another one could shut out."""
 
     def __init__(
-        self, tiers: Mapping[str, Tier] | None = None, of_tenants: Mapping[str, str] | None = None
+        self,
+        tiers: Mapping[str, Tier] | None = None,
+        of_tenants: Mapping[str, str] | None = None,
+        *,
+        one_tenant: bool = False,
     ) -> None:
         self._tiers = dict(tiers or {"default": Tier()})
         self._of_tenants = dict(of_tenants or {})
+        self._one_tenant = one_tenant
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,13 +59,23 @@ class Tiers:
         bound = tier.max_priority_offset
         if bound is not None and abs(asked) > bound:
             raise _beyond(asked, f"tier {name} lets a request move by {bound} at most")
-        before = max((t.priority for t in self._tiers.values() if t.priority < tier.priority), default=None)
-        if bound is None and before is not None and tier.priority + asked <= before:
-            least = before + 1 - tier.priority
+        if bound is None and not self._one_tenant and asked < (least := self._least(tier)):
+            why = (
+                "one less would reach a tier that is served before it"
+                if least
+                else "none is served before it"
+            )
             raise _beyond(
-                asked, f"tier {name} may not reach a tier that is served before it; {least} is the least"
+                asked,
+                f"{least} is the least in tier {name} ({why}). Whoever runs the service sets another bound as "
+                f"tiers.{name}.max_priority_offset",
             )
         return tier.priority + asked
+
+    def _least(self, tier: Tier) -> int:
+        """How far sooner (below 0) a request may be asked for where its tier has no bound of its own."""
+        before = max((t.priority for t in self._tiers.values() if t.priority < tier.priority), default=None)
+        return 0 if before is None else before + 1 - tier.priority
 
     def weight(self, name: str) -> float:
         return self._tiers[name].weight

@@ -132,7 +132,8 @@ WORDS: Final[dict[str, str]] = {
     "TextFields.logprobs": "How many of the most likely tokens are listed, with their log-probabilities, beside each "
     "token of the answer and its own. Absent: no log-probabilities.",
     # How it is served
-    "priority": "Added to the tier's class: lower is served first. A tier has bounds for it.",
+    "priority": "Added to the tier's class: lower is served first. A tier has bounds for it; below 0 is mostly refused "
+    "where a service has several keys or tiers.",
     "service_tier": "Which tier serves the request, with that tier's time targets; auto is the tier of the API key, "
     "if that has one; default is the default tier.",
     "cache_salt": "Prompts share cached prefixes only with prompts of the same salt.",

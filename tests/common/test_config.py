@@ -307,6 +307,12 @@ def test_keys_of_flags_files_and_environment_add_up(tmp_path: Path) -> None:
     assert settings.api_keys == ("one", "two", "three", "four", "five")
 
 
+def test_one_tenant_is_no_tier_and_one_key_at_most(tmp_path: Path) -> None:
+    assert serve().one_tenant and serve("--api-key", "a", "--api-key", "a").one_tenant
+    assert not serve("--api-key", "a", "--api-key", "b").one_tenant
+    assert not serve("--config", write(tmp_path, "[tiers.default]\nttft_ms = 500")).one_tenant
+
+
 def test_a_file_may_give_one_key_without_brackets(tmp_path: Path) -> None:
     assert serve("--config", write(tmp_path, 'api_key = "abc"')).api_keys == ("abc",)
 

@@ -29,7 +29,7 @@ from tests.coordinator.schema_bodies import Bodies, validator
 from tests.coordinator.scripted_gateway import ScriptedGateway
 
 MODELS = ("m", "org/other")
-TIERS = Tiers({"default": Tier(), "fast": Tier()})
+TIERS = Tiers({"default": Tier(), "fast": Tier()}, one_tenant=True)
 CONTEXT = 8192
 NUM_MIXED = 500
 LEAST_OF_EACH = 300

@@ -23,7 +23,7 @@ from tests.coordinator.scripted_gateway import ScriptedGateway
 VOCAB = 49152
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi there"}
-TIERS = Tiers({"default": Tier(), "fast": Tier(priority=-2, weight=3, ttft_ms=250)})
+TIERS = Tiers({"default": Tier(), "fast": Tier(priority=-2, weight=3, ttft_ms=250, max_priority_offset=3)})
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_what_a_tier_gives() -> None:
 @pytest.mark.parametrize(
     ("tier", "lets", "refuses", "says"),
     [
-        ("interactive", [-1000, 0, 1000], [], ""),
+        ("interactive", [0, 1000], [-1, -1000], "0 is the least in.*tiers.interactive.max_priority_offset"),
         ("default", [-4, 0, 1000], [-5, -6], "-4 is the least"),
         ("batch", [-2, 7], [-3, -8], "-2 is the least"),
         ("narrow", [-2, 2], [-3, 3], "by 2 at most"),
@@ -66,3 +66,12 @@ def test_bounds_of_priority(tier: str, lets: list[int], refuses: list[int], says
         with pytest.raises(BadRequest, match=says) as error:
             TIERS.priority(tier, asked)
         assert error.value.param == "priority" and f"is {asked}" in error.value.message
+
+
+def test_priority_has_no_bound_for_whoever_has_the_service_to_itself() -> None:
+    assert Tiers(one_tenant=True).priority("default", -1000) == -1000
+    with pytest.raises(BadRequest, match="0 is the least in tier default"):
+        Tiers().priority("default", -1)
+    bounded = Tiers({"default": Tier(max_priority_offset=2)}, one_tenant=True)
+    with pytest.raises(BadRequest, match="by 2 at most"):
+        bounded.priority("default", -3)
