@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -18,28 +19,41 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_HEADER_WORD = re.compile(r"[!-+\--~]+")
+"""What goes into a header as it is: printable ASCII, no blanks, no commas."""
+
+
 def _checked_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    for key in keys:
-        if not key.isprintable() or re.search(r"[\s,]", key) or not key:
-            raise ValueError("a key has no blanks and no commas")
+    """A key comes in a header, where clients differ in how they encode anything else, if they do not refuse it."""
+    if not all(map(_HEADER_WORD.fullmatch, keys)):
+        raise ValueError("a key is printable ASCII, with no blanks and no commas")
     return keys
 
 
 def _read_keys(paths: object) -> object:
     """Paths of key files → the keys in them, so that a file is read once, at the entry point."""
-    if isinstance(paths, str):
-        paths = [paths]
-    if not isinstance(paths, list):
+    if isinstance(paths, tuple):  # they were read
         return paths
-    return tuple(key for path in paths for key in _keys_in(path))
+    several = paths if isinstance(paths, list) else [paths]
+    return tuple(key for path in several for key in _keys_in(path))
 
 
-def _keys_in(path: str) -> list[str]:
+def _keys_in(path: object) -> list[str]:
+    """Never shows a key. Comments may be in any encoding."""
+    if not isinstance(path, str):
+        raise ValueError("expected the path of a file, in quotes, or several of them in brackets")
     try:
-        lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).read_bytes().removeprefix(BOM_UTF8).splitlines()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise ValueError(f"cannot read it: {error}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys: list[str] = []
+    for number, line in enumerate(map(bytes.strip, lines), start=1):
+        if not line or line.startswith(b"#"):
+            continue
+        try:
+            keys += _checked_keys((line.decode("latin-1"),))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
     if not keys:  # a secret that did not arrive must not open the door
         raise ValueError(f"{path} holds no key")
     return keys
@@ -68,8 +82,7 @@ def _listed(values: object) -> object:
 
 
 def _header_words(values: tuple[str, ...]) -> tuple[str, ...]:
-    """They are sent in a header: printable ASCII, no blanks, no commas."""
-    if not all(re.fullmatch(r"[!-+\--~]+", value) for value in values):
+    if not all(map(_HEADER_WORD.fullmatch, values)):
         raise ValueError("one value has no blanks and no commas; repeat the flag for more")
     return values
 

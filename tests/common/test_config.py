@@ -18,6 +18,7 @@ from common.flags import GROUPS, _extra, build_parser, flag_name, parse_bytes, t
 from common.http_settings import API_KEY_VARIABLE
 from common.worker_settings import EngineSettings, WorkerSettings
 
+WHAT_A_KEY_IS = "a key is printable ASCII, with no blanks and no commas"
 SETTINGS = (WorkerSettings, CoordinatorSettings, ServeSettings)
 
 
@@ -108,6 +109,11 @@ def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) ->
         ("parent_fd = 3", ["unknown key 'parent_fd'"]),
         ("[tiers.a]\nweigth = 3", ["'tiers.a.weigth'", "did you mean weight?"]),
         ("[tiers.a]\nttft_ms = -1", ["tiers.a.ttft_ms", "greater than 0", "-1"]),
+        (
+            "[tiers.a]\napi_key_file = 3",
+            ["kvferry.toml: tiers.a.api_key_file: expected the path of a file, in quotes"],
+        ),
+        ("api_key_file = [3]", ["kvferry.toml: api_key_file: expected the path of a file, in quotes"]),
         ("[tiers.a]\nttft_ms = nan", ["tiers.a.ttft_ms", "finite"]),
         ("[tiers.a]\nttft = 5", ["kvferry.toml", "'tiers.a.ttft'", "did you mean ttft_ms?"]),
         ("tiers = 5", ["kvferry.toml: tiers: expected tables", "[tiers.NAME]", "5"]),
@@ -171,7 +177,14 @@ def test_a_tiers_keys_are_keys_of_the_service(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "secret"),
     [
-        ("two words\n", ["tiers.gold.api_key_file", "no blanks"], "two words"),
+        (
+            "good\n\ntwo words\n",
+            ["tiers.gold.api_key_file: ", f"/gold, line 3: {WHAT_A_KEY_IS}"],
+            "two words",
+        ),
+        ("# é\nclé-s\n", [f"/gold, line 2: {WHAT_A_KEY_IS}"], "-s"),
+        ("a\x7fb\n", [f"/gold, line 1: {WHAT_A_KEY_IS}"], "a\x7f"),
+        ("a\x85b\n", [f"/gold, line 1: {WHAT_A_KEY_IS}"], "a\x85"),
         ("", ["tiers.gold.api_key_file", "holds no key"], "secret"),
         ("taken\n", ["one key is in the api_key_file of both gold and tin"], "taken"),
     ],
@@ -318,14 +331,15 @@ def test_a_file_may_give_one_key_without_brackets(tmp_path: Path) -> None:
 
 
 def test_a_refusal_never_prints_a_key(tmp_path: Path) -> None:
-    assert "s3cret" not in refusal("--api-key", "s3cret with blanks")
+    assert refusal("--api-key", "s3cret with blanks") == f"--api-key: {WHAT_A_KEY_IS}"
+    assert refusal("--api-key", "s3crét") == f"--api-key: {WHAT_A_KEY_IS}"
     assert "s3cret" not in refusal("--config", write(tmp_path, 'api_key = "s3cret with blanks"'))
 
 
 def test_a_bad_key_of_the_environment_is_laid_to_its_variable() -> None:
     with pytest.raises(BadConfiguration) as refused:
         parse_serve([], {API_KEY_VARIABLE: "s3cret key"})
-    assert refused.value.message == f"{API_KEY_VARIABLE}: a key has no blanks and no commas"
+    assert refused.value.message == f"{API_KEY_VARIABLE}: {WHAT_A_KEY_IS}"
 
 
 @pytest.mark.parametrize("flag", ["--coordinator=tcp://", "--advertise=", "--bind="])
