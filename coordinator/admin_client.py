@@ -94,11 +94,21 @@ def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] 
     for name in columns:
         table.add_column(TITLES.get(name, name), no_wrap=True)
     for row in sorted(rows, key=lambda row: (str(row.get("role")), str(row.get("id")))):
-        if row.get("becomes"):
-            row = {**row, "state": f"{row['state']}, becomes {row['becomes']}"}
+        row = _as_shown(row)
         shown = row if threads_of_pid is None else {**row, "threads": threads_of_pid.get(row.get("pid", -1))}
         table.add_row(*(_cell(shown.get(name)) for name in columns))
     return table
+
+
+def _as_shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Of one that is not there nothing is known: the zeros in its row are no counts."""
+    state = row.get("state")
+    if state in ("lost", "starting"):
+        row = {name: value for name, value in row.items() if name not in ("blocks_total", *NOW)}
+    if state == "lost" and row.get("left"):
+        state = "left"
+    becomes = row.get("becomes")
+    return {**row, "state": f"{state}, becomes {becomes}" if becomes else state}
 
 
 def wide_console(*, stderr: bool = False) -> Console:

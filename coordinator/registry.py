@@ -297,6 +297,7 @@ def _row(worker: Worker) -> dict[str, Any]:
         "host": card.host,
         "address": card.address.control,
         "state": worker.state,
+        "left": worker.lost and worker.draining,
         "becomes": worker.becomes,
         "running": load.running,
         "waiting": load.waiting,

@@ -64,6 +64,8 @@ class WorkerRow(Answer):
     """Where other workers reach it."""
     state: Literal["starting", "ready", "draining", "lost"]
     """Only a ready one gets requests. Starting: it has left its role, and is about to come back in the other one."""
+    left: bool
+    """Whether a lost or starting one went as it was told to, and did not die."""
     becomes: Literal["prefill", "decode"] | None
     """The role that it was told to change to, under an id of its own; null while it is to stay what it is."""
     running: Count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.front_messages import RequestEnded
 from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, Started
 from common.request import Incarnation, WorkerId
+from coordinator import admin_client
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
 
 P0 = WorkerId("p0")
@@ -77,6 +78,11 @@ def test_who_leaves_after_a_drain_is_not_counted_as_lost() -> None:
     assert states(bench)["p0"] == "lost" and "p0 left" in bench.cluster.notices[-1]
     leave(bench, "p1")
     assert bench.cluster.counters.total("workers_lost_total") == 1
+    table = admin_client.workers_table(bench.cluster.registry.rows())
+    shown = {cells[0]: cells[3:] for cells in zip(*(column.cells for column in table.columns), strict=True)}
+    assert (shown["p0"], shown["p1"]) == (("left", *"––––––"), ("lost", *"––––––"))
+    bench.join("p0", incarnation=2)
+    assert not any(row["left"] for row in bench.cluster.registry.rows())
 
 
 def test_a_request_survives_any_number_of_workers_that_leave_under_it() -> None:

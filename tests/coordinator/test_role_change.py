@@ -245,3 +245,7 @@ def test_the_table_of_workers_says_it() -> None:
     table = admin_client.workers_table(bench.cluster.registry.rows())
     states = next(list(column.cells) for column in table.columns if column.header == "state")
     assert sorted(map(str, states)) == ["draining, becomes prefill", "ready", "ready", "ready"]
+    leave(bench, "d1")
+    table = admin_client.workers_table(bench.cluster.registry.rows())
+    row = next(cells for cells in zip(*(c.cells for c in table.columns), strict=True) if cells[0] == "d1")
+    assert row[3:] == ("starting, becomes prefill", *"––––––")
