@@ -73,6 +73,7 @@ def test_unknown_and_lost_workers_cannot_be_drained() -> None:
 def test_who_leaves_after_a_drain_is_not_counted_as_lost() -> None:
     bench = four()
     drain(bench, "p0")
+    assert not any(row["left"] for row in bench.cluster.registry.rows())
     leave(bench, "p0")
     assert bench.cluster.counters.total("workers_lost_total") == 0
     assert states(bench)["p0"] == "lost" and "p0 left" in bench.cluster.notices[-1]
