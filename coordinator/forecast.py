@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from common.request import WorkerId
@@ -41,7 +42,10 @@ MOST_CORRECTION = 2.0
 FIRST_CORRECTION = 1.04  # a step more or less is what no forecast can know
 MOST_PRESSURE = 0.9
 MOST_CLASSES = 64
-KEPT = 0.9  # of forecasts like the last ones are to come true; most are nowhere near their limit
+USUAL = 0.6  # of forecasts like the last ones are to come true; most are nowhere near their limit
+MISSED = 0.04
+"""Of those that were taken in, so many may come too late."""
+RECENT = 128
 LATELY_S = 60.0
 COUNTS_FROM = 0.25
 """Of its target: what is forecast to be sooner is never near being refused, and mostly of what no forecast knows."""
@@ -59,30 +63,45 @@ def limit_s(forecast: Forecast, targets: Targets) -> float | None:
     return max(limit_s, LONG * forecast.alone_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """A first token: when, how many times the forecast it took, and how many times it was allowed to take."""
+
+    at: float
+    took: float
+    allowed: float
+    local: bool
+
+
 class Correction:
-    """How much longer first tokens took than was forecast of late: by so much that nearly all would have come true.
-    Forgotten after LATELY_S: who is refused for it shows nothing of how long it would have taken."""
+    """How much longer first tokens of a class took than was forecast of late. Of each way to them: in the middle, a
+    little to the safe side. Where more than MISSED of them all came too late, it is at least so much that those of them
+    that came nearest to being refused would have been. Forgotten after LATELY_S: who is refused for it shows nothing of
+    how long it would have taken."""
 
     def __init__(self) -> None:
-        self._ratios: deque[tuple[float, float]] = deque(maxlen=64)  # when, and how much longer
-        self._factor = FIRST_CORRECTION
+        self._came: deque[_Came] = deque(maxlen=RECENT)
+        self._factors = dict.fromkeys((False, True), FIRST_CORRECTION)
 
-    def observed(self, took_s: float, forecast_s: float, now: float) -> None:
-        self._ratios.append((now, took_s / forecast_s))
+    def observed(self, took_s: float, forecast_s: float, within_s: float, now: float, *, local: bool) -> None:
+        self._came.append(_Came(now, took_s / forecast_s, within_s / forecast_s, local))
         self._count()
 
-    def factor(self, now: float) -> float:
-        if self._ratios and now - self._ratios[0][0] > LATELY_S:
-            while self._ratios and now - self._ratios[0][0] > LATELY_S:
-                self._ratios.popleft()
+    def factor(self, now: float, *, local: bool) -> float:
+        if self._came and now - self._came[0].at > LATELY_S:
+            while self._came and now - self._came[0].at > LATELY_S:
+                self._came.popleft()
             self._count()
-        return self._factor
+        return self._factors[local]
 
     def _count(self) -> None:
-        self._factor = FIRST_CORRECTION
-        if len(self._ratios) >= ENOUGH:
-            usual = sorted(ratio for _, ratio in self._ratios)[int(KEPT * (len(self._ratios) - 1))]
-            self._factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, usual))
+        late = sorted(one.allowed for one in self._came if one.took > one.allowed)
+        too_many = len(late) - int(MISSED * len(self._came))
+        least = late[too_many - 1] if too_many > 0 and len(self._came) >= ENOUGH else 0.0
+        for local in self._factors:
+            took = sorted(one.took for one in self._came if one.local is local)
+            usual = took[int(USUAL * (len(took) - 1))] if len(took) >= ENOUGH else FIRST_CORRECTION
+            self._factors[local] = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, usual, least))
 
 
 class Forecaster:
@@ -113,7 +132,7 @@ class Forecaster:
         row_s = self._row_waits(tracked, deciders, local, now)
         for number, entry in enumerate(before):
             ahead.after(row_s(number))
-            ahead.next(entry.tokens)
+            ahead.next(entry.tokens, self._tracker.plan(entry.id))
         ahead.after(row_s(len(before) if len(before) < most else round(requests)))
         without = ahead.copy() if behind else ahead
         first_s, is_local = ahead.next(None)
@@ -122,9 +141,9 @@ class Forecaster:
             MOST_PRESSURE, self._placing.pressure.above(tracked.lane[0], now) / (len(pools) + len(beside))
         )
         gap_s = 0.0 if is_local or not prefillers else max(map(self._placing.late_gap_s, deciders))
-        factor = self.correction(tracked.lane[0]).factor(now)
+        factor = self.correction(tracked.lane[0]).factor(now, local=is_local)
         alone_s *= max(1.0, factor)  # else an idle service would refuse who takes long, for ever
-        return Forecast(factor * first_s, first_s, gap_s, alone_s, spoils_s)
+        return Forecast(factor * first_s, first_s, gap_s, alone_s, spoils_s, is_local)
 
     def correction(self, number: int) -> Correction:
         """Of a class: a better one is forecast better."""
@@ -139,8 +158,9 @@ class Forecaster:
         """By how much those that wait behind it, and were promised a time, would miss that for its sake."""
         spoils_s = 0.0
         for entry in behind:
-            factor = self.correction(entry.lane[0]).factor(now)
-            first_s, would_be_s = (factor * way.next(entry.tokens)[0] for way in (ahead, without))
+            correction, plan = self.correction(entry.lane[0]), self._tracker.plan(entry.id)
+            nexts = [way.next(entry.tokens, plan) for way in (ahead, without)]
+            first_s, would_be_s = (correction.factor(now, local=is_local) * s for s, is_local in nexts)
             other = self._tracker.get(entry.id)
             if other is None or other.forecast is None:
                 continue
@@ -157,7 +177,10 @@ class Forecaster:
         if forecast is None or targets.ttft_s is None or tracked.attempts > 1:
             return
         if forecast.plain_s >= COUNTS_FROM * targets.ttft_s:
-            self.correction(tracked.lane[0]).observed(now - tracked.submitted_at, forecast.plain_s, now)
+            took_s, within_s = now - tracked.submitted_at, limit_s(forecast, targets) or targets.ttft_s
+            self.correction(tracked.lane[0]).observed(
+                took_s, forecast.plain_s, within_s, now, local=tracked.prefill is None
+            )
 
     def _computers(self, tracked: Tracked, workers: list[Worker], now: float) -> list[Computer] | None:
         found = []

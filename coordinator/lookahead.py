@@ -16,7 +16,17 @@ from coordinator.router import STEPS_AHEAD
 from coordinator.step_costs import Pace
 
 LOCAL_GAIN = 0.9
+STAYS = 1.25
 _NEVER = float("inf")
+
+
+def local_gain(plan: bool | None) -> float:
+    """Of the time to its second token by way of a prefill worker, one that is computed beside a batch takes less.
+    `plan`: what was forecast of one that was promised a time. It stays with that unless the other way is a good deal
+    sooner: each that went the other way made not only its own forecast wrong, but those of all behind it."""
+    if plan is None:
+        return LOCAL_GAIN
+    return LOCAL_GAIN * STAYS if plan else LOCAL_GAIN / STAYS
 
 
 @dataclass(slots=True)
@@ -92,26 +102,26 @@ class Lookahead:
         """Nobody is given to anybody before."""
         self._at_s = max(self._at_s, seconds)
 
-    def next(self, tokens: int | None) -> tuple[float, bool]:
+    def next(self, tokens: int | None, plan: bool | None = None) -> tuple[float, bool]:
         """When the next one, of so many tokens (None: the one that is asked about), has its first token, and whether a
-        decode worker computes it beside its batch."""
-        self._at_s, computer = self._who(tokens)
+        decode worker computes it beside its batch. `plan`: whether that was to be so."""
+        self._at_s, computer = self._who(tokens, plan)
         own = computer.own_tokens if tokens is None else tokens
         return computer.take(own, self._at_s), computer.local_gap_s is not None
 
-    def _who(self, tokens: int | None) -> tuple[float, Computer]:
+    def _who(self, tokens: int | None, plan: bool | None) -> tuple[float, Computer]:
         at_s = self._at_s
         if len(self._pools) == 1 and not self._beside:
             return max(at_s, _room_s(self._pools[0], tokens)), self._pools[0]
         rooms_s = [max(at_s, _room_s(one, tokens)) for one in self._pools]
         pool_s = min(rooms_s)
-        local = self._local(tokens, pool_s) if self._beside else None
+        local = self._local(tokens, pool_s, plan) if self._beside else None
         if local is not None:
             return local
         with_room = [one for one, room_s in zip(self._pools, rooms_s, strict=True) if room_s <= pool_s]
         return pool_s, min(with_room, key=lambda one: one.free_s + _alone_s(one, tokens))
 
-    def _local(self, tokens: int | None, until_s: float) -> tuple[float, Computer] | None:
+    def _local(self, tokens: int | None, until_s: float, plan: bool | None) -> tuple[float, Computer] | None:
         """Who computes it beside its batch, and from when on it has room, before a pool has."""
         found: tuple[float, float, Computer] | None = None
         alones_s = [_alone_s(one, tokens) for one in self._pools]
@@ -123,7 +133,7 @@ class Lookahead:
             assert one.local_gap_s is not None
             second_s = max(one.free_s, at_s) + _alone_s(one, tokens) + one.local_gap_s
             by_pair_s = max(by_pool_s, at_s + min(alones_s))
-            if second_s - at_s < LOCAL_GAIN * (by_pair_s - at_s + self._gap_s):
+            if second_s - at_s < local_gain(plan) * (by_pair_s - at_s + self._gap_s):
                 found = min(found or (_NEVER, _NEVER, one), (at_s, second_s, one), key=lambda who: who[:2])
         return None if found is None else (found[0], found[2])
 

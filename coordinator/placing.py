@@ -27,21 +27,28 @@ from dataclasses import dataclass
 from common.promised import Promised
 from common.request import Request
 from coordinator.answer_lengths import AnswerLengths
-from coordinator.lookahead import LOCAL_GAIN
+from coordinator.lookahead import local_gain
 from coordinator.prefixes import Prefixes
 from coordinator.pressure import Pressure
 from coordinator.recent_gaps import RecentGaps
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router, Share, least
-from coordinator.step_costs import LEAST_CHUNK, Beside, Chunks, Pace, gap_seconds, local_chunk, rows_within
+from coordinator.step_costs import (
+    LEAST_CHUNK,
+    Beside,
+    Chunks,
+    Pace,
+    gap_seconds,
+    left_of_chunk,
+    local_chunk,
+    rows_within,
+)
 from coordinator.targets import NO_TARGETS, Targets
 from coordinator.tracker import Tracked
 
 AFFINITY = 0.25
 HEADROOM = 1 / 8
 SLOWER = 1.3
-JOINS = 0.85
-"""Of a step's chunk is computed on the average where requests join that prefill workers computed: theirs is shorter."""
 LATE_GAP = 0.7
 """Of hand-overs by way of a prefill worker, so many take no longer than is reckoned with."""
 GAP_STEPS = 1.5
@@ -185,6 +192,7 @@ class Placing:
             return None
         by_pair_s = min(way.first for way in ways)  # with room or without
         best, best_s = None, float("inf")
+        gain = local_gain(tracked.plan)
         itl_s, guests_itl_s = self.targets(tracked.request).itl_s, self._promised.above(tracked.lane[0], now)
         for worker in with_room:
             local = self.local(worker, itl_s, guests_itl_s)
@@ -198,7 +206,7 @@ class Placing:
             first_s = ahead.seconds_ahead(number, tokens, own_s, now) + own_s
             second_s = first_s + self.row_step_s(worker)
             by_way_s = by_pair_s + self.gap_s(worker)
-            if second_s >= min(best_s, LOCAL_GAIN * by_way_s):
+            if second_s >= min(best_s, gain * by_way_s):
                 continue
             if any(self._is_to_be_tried(way, own_s, now) for way in ways):
                 continue
@@ -234,8 +242,17 @@ class Placing:
         if guests_itl_s is not None:
             beside = local_chunk(model, max(1, len(rows)), rows.context, budget, guests_itl_s)
             chunk = min(chunk, beside)
-        chunk = max(int(JOINS * chunk) if self._registry.usable("prefill") else chunk, LEAST_CHUNK - 1)
-        return Beside(chunk, gap_seconds(model, len(rows) + 1, rows.context), model[3], len(rows))
+        row_step_s = gap_seconds(model, len(rows) + 1, rows.context)
+        joins = 0.0
+        if itls or guests_itl_s is not None:
+            joins = self._handed_over_per_s() * (row_step_s + model[3] * chunk)
+            chunk = int(chunk * left_of_chunk(joins))
+        return Beside(max(chunk, LEAST_CHUNK - 1), row_step_s, model[3], len(rows), joins > 0)
+
+    def _handed_over_per_s(self) -> float:
+        """Prompts that come to each decode worker from the prefill workers, as those go on with what they have."""
+        per_s = sum(self._router.prompts(worker.id).per_s for worker in self._registry.usable("prefill"))
+        return per_s / max(1, len(self._registry.usable("decode")))
 
     def gap_s(self, worker: Worker) -> float:
         """From first to second token by way of a prefill worker."""

@@ -51,6 +51,12 @@ class Prompts:
     def __bool__(self) -> bool:
         return bool(self._by_request)
 
+    @property
+    def per_s(self) -> float:
+        """How many it computes in a second, by those that it has; 0 where it has none, or nobody can say."""
+        seconds = sum(share.seconds for share in self._by_request.values())
+        return len(self._by_request) / seconds if seconds else 0.0
+
     def put(self, request_id: RequestId, share: Share, now: float) -> None:
         self.drop(request_id)
         if not self._by_request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ CAUTION = 0.9
 LEAST_CHUNK = 32
 """Tokens of local prefill beside a decode batch, below which a step's overhead is most of what they cost."""
 
+BEHIND = 0.75
 UNBOUND = 1 << 30
 
 
@@ -59,6 +61,13 @@ def local_chunk(model: Coefficients, rows: int, context: int, budget: int, itl_s
     return chunk if fitting is None else min(chunk, fitting)
 
 
+def left_of_chunk(joins: float) -> float:
+    """How much of a step's chunk is computed on the average, where so many requests a step join that prefill workers
+    computed. The first step of each is shorter by what it waited since its first token, and the one that waited longest
+    counts: with Poisson arrivals 1 - 1/(n + 1) of a step, of n that came in it."""
+    return -math.expm1(-joins) / joins if joins > 0 else 1.0
+
+
 class Pace(Protocol):
     """How a worker computes prompts, in seconds."""
 
@@ -98,19 +107,26 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Of a decode worker, beside a batch of so many `rows`, a step of which takes `row_step_s`."""
+    """Of a decode worker, beside a batch of so many `rows`, a step of which takes `row_step_s`. `step_tokens` of the
+    prompt are in each step that has some; `on_average`, where others join."""
 
     step_tokens: int
     row_step_s: float
     token_s: float
     rows: int
+    on_average: bool = False
 
     def alone_s(self, tokens: int) -> float:
-        return -(-tokens // self.step_tokens) * self.row_step_s + self.token_s * tokens
+        steps = -(-tokens // self.step_tokens)
+        if self.on_average and steps > 1:
+            return (tokens / self.step_tokens + 0.5) * self.row_step_s + self.token_s * tokens
+        return steps * self.row_step_s + self.token_s * tokens
 
     def first_s(self, tokens: int, *, behind: bool) -> float:
-        """A step of the rows alone is under way when it hears of it: half of one is left, more or less."""
-        return self.alone_s(tokens) + (self.row_step_s / 2 if self.rows else 0.0)
+        """A step of the rows alone is under way when it hears of it: half of one is left, more or less; most of it
+        where the step before it had the end of another prompt."""
+        left = 0.0 if not self.rows else BEHIND if behind else 0.5
+        return self.alone_s(tokens) + left * self.row_step_s
 
     def taken_s(self, tokens: int) -> float:
         return self.first_s(tokens, behind=True)

@@ -21,13 +21,15 @@ NO_ATTEMPT = Attempt(0)
 class Forecast:
     """Seconds from now to the first token, from there to the second (0: the same worker gives both), and what the first
     would take with nobody ahead. `plain_s`: the first, before it was corrected by how such forecasts did of late.
-    `spoils_s`: by how much others, promised a time, would miss it for its sake."""
+    `spoils_s`: by how much others, promised a time, would miss it for its sake. `local`: the plan is that a decode
+    worker computes the prompt beside its batch."""
 
     ttft_s: float
     plain_s: float
     gap_s: float
     alone_s: float
     spoils_s: float = 0.0
+    local: bool = False
 
 
 @dataclass(slots=True)
@@ -104,6 +106,11 @@ class Tracked:
         """Workers that may hold the present attempt."""
         return list(dict.fromkeys(w for w in (self.prefill, self.decode) if w is not None))
 
+    @property
+    def plan(self) -> bool | None:
+        """Whether a decode worker was to compute its prompt beside its batch; None where nothing was forecast."""
+        return None if self.forecast is None else self.forecast.local
+
     def tried(self) -> None:
         """The present attempt goes out to the present pair."""
         self.tries.append(Try(self.attempt, self.prefill, self.decode))
@@ -150,6 +157,10 @@ class Tracker:
 
     def get(self, request_id: RequestId) -> Tracked | None:
         return self._live.get(request_id)
+
+    def plan(self, request_id: RequestId) -> bool | None:
+        tracked = self._live.get(request_id)
+        return None if tracked is None else tracked.plan
 
     def present(self, key: Key) -> Tracked | None:
         """The live request whose present attempt is `key`."""

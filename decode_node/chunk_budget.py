@@ -3,7 +3,8 @@
 Every token of a chunk makes the step longer, and with it the gap of each answer in it. So the budget follows the
 tightest ITL target among them: as many tokens as let the step end within `CAUTION` of it, by the step times fitted so
 far. Whose transfer is accepted counts too: it may become whole while the step runs, and its first gap is what is left
-of that step and one more; the chunk in that one is shorter by what it waited. So do targets of classes above those that
+of that step and one more; the chunk in that one is shorter by what it waited, and where a step's blocks or fewer are
+missing, the chunk in this one by what the next will take at least. So do targets of classes above those that
 compute here, of which somebody came of late: who comes next waits for this step. Where nobody has a target, or too few
 steps are known, it is what `max_num_batched_tokens` leaves.
 
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Sequence as Seq
 from common.lifecycle import Phase
 from common.promised import Promised
 from common.sequence import Sequence
-from common.step_times import Coefficients, StepShape, chunk_for
+from common.step_times import Coefficients, StepShape, chunk_for, seconds_of
 
 MIN_CHUNK = 16
 PATIENCE = 8
@@ -47,6 +48,26 @@ def _left_s(joined: Iterable[Sequence], now: float) -> float | None:
     return min(lefts_s, default=None)
 
 
+def _left_beside(
+    soon: Iterable[Sequence],
+    decoding: Seq[Sequence],
+    prefilling: Seq[Sequence],
+    step_model: Coefficients | None,
+) -> float | None:
+    """Of the first of their ITL targets, when the step after this one is in it as well; None where two cannot be."""
+    itl_s = tightest_itl_s(soon)
+    if itl_s is None or step_model is None:
+        return None
+    next_s = seconds_of(step_model, _shape(decoding, prefilling, 1, MIN_CHUNK))
+    return itl_s - next_s if itl_s >= 2 * next_s else None
+
+
+def _shape(decoding: Seq[Sequence], prefilling: Seq[Sequence], more: int = 0, chunk: int = 0) -> StepShape:
+    """Of a step of these and so many rows more."""
+    context = sum(seq.num_computed for seq in decoding) + sum(seq.num_computed for seq in prefilling)
+    return StepShape(len(decoding) + len(prefilling) + more, context, chunk)
+
+
 class ChunkBudget:
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._max_tokens = max_num_batched_tokens
@@ -66,14 +87,16 @@ class ChunkBudget:
         step_model: Coefficients | None,
         joining: Iterable[Sequence] = (),
         joined: Iterable[Sequence] = (),
+        soon: Iterable[Sequence] = (),
         now: float = 0.0,
     ) -> int:
         """Of the next step, whose rows are `decoding` and chunks of `prefilling`, of which there is one at least.
         `joining`: those that may have to wait for its end. `joined`: of `decoding`, those whose first step this is:
-        they have waited for it since their first token."""
+        they have waited for it since their first token. `soon`: of `joining`, those that will wait for most of it."""
         most = max(self._max_tokens - len(decoding), MIN_CHUNK)
+        soon_s = _left_beside(soon, decoding, prefilling, step_model)
         guests_s = self._promised.above(min(seq.lane[0] for seq in prefilling), now)
-        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s, _left_s(joined, now))
+        itls_s = (tightest_itl_s(decoding), tightest_itl_s(joining), guests_s, soon_s, _left_s(joined, now))
         itl_s = min((one for one in itls_s if one is not None), default=None)
         budget = (
             most
@@ -92,9 +115,7 @@ class ChunkBudget:
     def _within(
         self, itl_s: float, decoding: Seq[Sequence], prefilling: Seq[Sequence], step_model: Coefficients
     ) -> int:
-        rows = len(decoding) + len(prefilling)
-        context = sum(seq.num_computed for seq in decoding) + sum(seq.num_computed for seq in prefilling)
-        shape = StepShape(rows, context, 0)
+        shape = _shape(decoding, prefilling)
         fits = chunk_for(step_model, shape, self._aim * CAUTION * itl_s)
         if fits is None:
             return self._max_tokens

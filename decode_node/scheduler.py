@@ -76,6 +76,7 @@ class DecodeScheduler:
         self._forecast = Forecast(core.block_size)
         self.held = Held()
         self.giving_way = GivingWay(core, self.held, self._turns, self._forecast)
+        self._soon: list[Sequence] = []  # reserved, and nearly whole
         self._full: list[Sequence] = []  # decoding, and lacking a block for the next step
         self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
@@ -167,10 +168,14 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ one step
 
-    def schedule(self, now: float, step_model: Coefficients | None = None) -> Batch | None:
+    def schedule(
+        self, now: float, step_model: Coefficients | None = None, soon: Iterable[Key] = ()
+    ) -> Batch | None:
         """The next step. Beside a batch that is out (`max_inflight`), what is known of it already: see rule 4.
-        `step_model`: how long steps take here, where that is known."""
+        `step_model`: how long steps take here, where that is known. `soon`: reserved ones that may be whole before it
+        has ended."""
         self._forecast.step()
+        self._soon = [self.held.reserved[key] for key in soon]
         if self._core.num_out:
             return self._schedule_ahead(now, step_model)
         self._give_way(now)
@@ -208,7 +213,7 @@ class DecodeScheduler:
         if self.held.prefilling:
             joining = (*self.held.ready, *self.held.reserved.values())
             tokens = self._chunk_budget.tokens(
-                self.held.decoding, self.held.prefilling, step_model, joining, joined, now
+                self.held.decoding, self.held.prefilling, step_model, joining, joined, self._soon, now
             )
             self._add_chunks(order, tokens, now)
         return self._core.take_batch()

@@ -263,10 +263,10 @@ class DecodeWorker:
     # ------------------------------------------------------------ steps
 
     def schedule(self, now: float) -> Batch | None:
-        scheduler, counters = self._scheduler, self.records.counters
-        giving_way = scheduler.giving_way
+        scheduler, giving_way, counters = self._scheduler, self._scheduler.giving_way, self.records.counters
         self._pending += self._deliver_whole(now)
-        batch = scheduler.schedule(now, self.records.step_times.lately)
+        soon = self._receiver.nearly_whole(self._core.max_num_batched_tokens // self._core.block_size)
+        batch = scheduler.schedule(now, self.records.step_times.lately, soon)
         for victim, lost in giving_way.put_out:
             counters.add("num_preemptions_total")
             counters.add("tier_preemptions_total", tier=victim.request.tier)

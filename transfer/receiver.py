@@ -159,6 +159,10 @@ class TransferReceiver:
         self._whole = {}
         return events
 
+    def nearly_whole(self, blocks: int) -> list[Key]:
+        """Transfers that miss so many at most."""
+        return [key for key, incoming in self._incoming.items() if len(incoming.missing) <= blocks]
+
     def drop(self, key: Key) -> bool:
         """Forgets a transfer (cancelled, or its request ended). The caller frees the blocks."""
         self._whole.pop(key, None)

@@ -50,7 +50,7 @@ def test_over_capacity_those_taken_in_keep_their_targets_and_refusals_are_immedi
     told = overloaded()
     of = judged(told[FIRST:], "chat", CHAT)
     assert of.refused > 0.5 * of.asked and of.asked - of.refused > 80
-    assert of.first_tokens.value >= 0.96 and of.gaps.value >= 0.99 and of.whole.value >= 0.9
+    assert of.first_tokens.value >= 0.96 and of.gaps.value >= 0.999 and of.whole.value >= 0.95
     assert all(one.end_s == one.asked.at_s for one in told if one.outcome == "refused")
     without = run(replace(SERVICE, refuse_late=False), scenarios.overload(WHOLE, 10.0, 1), 10.0)
     assert judged(without, "chat", CHAT).first_tokens.value < 0.3, (
@@ -60,9 +60,10 @@ def test_over_capacity_those_taken_in_keep_their_targets_and_refusals_are_immedi
 
 def test_of_those_refused_few_would_have_been_in_time() -> None:
     """By replays in which those who were taken in have their first tokens when they had them. `bench.promises` wants a
-    tenth at most, which is not reached: a fifth to a quarter. With a forecast of the worse way it was a half."""
+    tenth at most of many: of six seeds 14 to 17 of 200. While each might go another way than was forecast for it, it
+    was a sixth to a quarter; with a forecast of the worse way a half."""
     verdict = would_have_met(SERVICE, overloaded(), 24)
-    assert verdict.sampled == 24 and verdict.met <= 9
+    assert verdict.sampled == 24 and verdict.met <= 5
     assert len(verdict.off_s) > 40 and verdict.mostly_within_s < 0.05
 
 

@@ -82,15 +82,20 @@ def test_a_queue_fills_whoever_is_free_first(
 
 
 def test_an_answer_goes_on_in_longer_steps_while_prompts_stand_in_them() -> None:
-    """Steps of 20 ms, or of 100 in the half second that what was given takes, and from 1 s on for a quarter."""
+    """Steps of 20 ms, or of a little over 100 in the half second that what was given takes, and from 1 s on for a
+    quarter."""
     one = Computer(Beside(step_tokens=100, row_step_s=0.02, token_s=0.001, rows=3), [(0.5, 200)])
     assert _steps_s(3, 0.02, None) == pytest.approx(0.05)
-    assert _steps_s(3, 0.02, one) == pytest.approx(0.25)
-    assert _steps_s(8, 0.02, one) == pytest.approx(0.55)
+    longer_s = one.pace.taken_s(200) / 2.5
+    assert 0.1 < longer_s < 0.105
+    before = 7.5 - 0.5 / longer_s
+    assert _steps_s(3, 0.02, one) == pytest.approx(2.5 * longer_s)
+    assert _steps_s(8, 0.02, one) == pytest.approx(0.5 + 0.02 * before)
     one.take(200, 1.0)
-    assert _steps_s(8, 0.02, one) == pytest.approx(0.55)
-    assert _steps_s(32, 0.02, one) == pytest.approx(1.15)
-    assert _steps_s(38, 0.02, one) == pytest.approx(1.25 + 5 * 0.02)
+    assert _steps_s(8, 0.02, one) == pytest.approx(0.5 + 0.02 * before)
+    during = before - 1.0
+    assert _steps_s(32, 0.02, one) == pytest.approx(1.0 + longer_s * during)
+    assert _steps_s(38, 0.02, one) == pytest.approx(1.0 + 2.5 * longer_s + 0.02 * (during + 6 - 2.5))
 
 
 # ---------------------------------------------------------------- what is promised
@@ -209,17 +214,43 @@ def test_better_classes_go_on_coming() -> None:
 
 def test_forecasts_are_corrected_by_what_came_of_them_within_bounds() -> None:
     correction = Correction()
-    assert correction.factor(0.0) == FIRST_CORRECTION
+    assert correction.factor(0.0, local=True) == FIRST_CORRECTION
     for number in range(64):
-        correction.observed(1.2 + 0.1 * (number % 2), 1.0, 0.0)
-    assert correction.factor(1.0) == pytest.approx(1.3), "nearly all of them would have come true"
-    for _ in range(200):
-        correction.observed(9.0, 1.0, 2.0)
-    assert correction.factor(2.0) == MOST_CORRECTION
+        correction.observed(1.2 + 0.1 * (number % 2), 1.0, 9.0, 0.0, local=True)
+    assert correction.factor(1.0, local=True) == pytest.approx(1.3), "most of them would have come true"
+    assert correction.factor(1.0, local=False) == FIRST_CORRECTION, "of the other way nothing is known"
     for _ in range(400):
-        correction.observed(0.1, 1.0, 3.0)
-    assert correction.factor(3.0) == 1 / MOST_CORRECTION
-    assert correction.factor(3.1 + LATELY_S) == FIRST_CORRECTION, "nobody shows otherwise"
+        correction.observed(9.0, 1.0, 10.0, 2.0, local=True)
+    assert correction.factor(2.0, local=True) == MOST_CORRECTION
+    for _ in range(400):
+        correction.observed(0.1, 1.0, 10.0, 3.0, local=True)
+    assert correction.factor(3.0, local=True) == 1 / MOST_CORRECTION
+    assert correction.factor(3.1 + LATELY_S, local=True) == FIRST_CORRECTION, "nobody shows otherwise"
+
+
+def test_where_many_come_too_late_those_nearest_to_the_limit_are_taken_in_no_more() -> None:
+    """One in ten took half as long again, each time, and all those were late: of a hundred, four may be."""
+    correction = Correction()
+    for number in range(100):
+        late = number % 10 == 0
+        correction.observed(1.5 if late else 1.0, 1.0, 1.2 + number / 1000 if late else 2.0, 0.0, local=False)
+    assert correction.factor(0.0, local=False) == pytest.approx(1.25), (
+        "six of the ten would have been refused"
+    )
+    assert correction.factor(0.0, local=True) == pytest.approx(1.25), "whichever way they go"
+    for _ in range(100):
+        correction.observed(1.0, 1.0, 1.3, 1.0, local=False)
+    assert correction.factor(1.0, local=False) == pytest.approx(1.0)
+
+
+def test_what_was_forecast_is_the_plan_of_those_that_were_promised_a_time() -> None:
+    bench = known("p0", "d0", targets=CHAT)
+    ask(bench, "a")
+    tracked = bench.cluster.tracker.get(RequestId("a"))
+    assert tracked is not None and tracked.plan is False and tracked.prefill == "p0"
+    assert ask(bench, "idle", 16, "other") is None
+    other = bench.cluster.tracker.get(RequestId("idle"))
+    assert other is not None and other.plan is None, "nothing was promised"
 
 
 def test_first_tokens_that_come_correct_the_next_forecast() -> None:

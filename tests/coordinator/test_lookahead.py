@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.lookahead import Computer, Lookahead
 from coordinator.pressure import MEMORY_S, Pressure
-from coordinator.step_costs import Beside, Chunks
+from coordinator.step_costs import Beside, Chunks, left_of_chunk
 
 CHUNKS = Chunks((0.0, 0.0, 0.0, 0.001), 100)
 """A thousand tokens a second, in steps of 100."""
@@ -72,7 +72,26 @@ def test_short_prompts_share_steps_and_rows_are_waited_for() -> None:
     )
     batch = Beside(step_tokens=100, row_step_s=0.04, token_s=0.001, rows=3)
     assert batch.alone_s(150) == pytest.approx(0.23)
-    assert batch.first_s(150, behind=True) == pytest.approx(0.25), "half of the step that runs"
+    assert batch.first_s(150, behind=False) == pytest.approx(0.25), "half of the step that runs"
+    assert batch.first_s(150, behind=True) == pytest.approx(0.26), "one that has just begun, mostly"
+    joined = Beside(step_tokens=100, row_step_s=0.04, token_s=0.001, rows=3, on_average=True)
+    assert joined.alone_s(150) == pytest.approx(0.15 + 2 * 0.04) and joined.alone_s(50) == pytest.approx(0.09)
+
+
+def test_chunks_are_shorter_where_others_join() -> None:
+    assert left_of_chunk(0.0) == 1.0
+    assert left_of_chunk(0.01) == pytest.approx(0.995, abs=1e-4), "half of one step in a hundred"
+    assert left_of_chunk(1000.0) == pytest.approx(0.001), "somebody has waited for all of it"
+
+
+def test_who_is_to_go_one_way_goes_it_unless_the_other_is_a_good_deal_sooner() -> None:
+    def local(gap_s: float, plan: bool | None) -> bool:
+        return Lookahead([pool()], [beside(gap_s=0.05)], gap_s).next(200, plan)[1]
+
+    assert [local(0.05, plan) for plan in (None, True, False)] == [False, True, False]
+    assert [local(0.10, plan) for plan in (None, True, False)] == [True, True, False]
+    assert [local(0.50, plan) for plan in (None, True, False)] == [True, True, True]
+    assert Lookahead([pool()], [beside(gap_s=0.3)], 0.05).next(200, True)[1] is False
 
 
 def test_pressure_is_of_better_classes_and_of_late() -> None:

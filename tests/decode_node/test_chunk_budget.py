@@ -81,6 +81,20 @@ def test_those_that_are_about_to_join_count_and_higher_classes_that_came_of_late
     assert budget.tokens(bare, prefilling, MODEL, now=6.0 + GUESTS_FOR_S) == MOST - 2
 
 
+def test_one_that_is_nearly_whole_waits_for_this_step_and_for_the_next() -> None:
+    """Its gap was two of them: over the target by a third of one."""
+    rows, prefilling, (joins,) = seqs(7, 0.06), seqs(1), seqs(1, 0.06)
+    plain = ChunkBudget(MOST).tokens(rows, prefilling, MODEL, joining=[joins])
+    chunk = ChunkBudget(MOST).tokens(rows, prefilling, MODEL, joining=[joins], soon=[joins])
+    next_s = step_s([*rows, joins], prefilling, MIN_CHUNK)
+    assert step_s(rows, prefilling, chunk) + next_s <= 0.06 < step_s(rows, prefilling, plain) + next_s
+    tight = seqs(1, 1.9 * next_s)
+    most = ChunkBudget(MOST).tokens(rows, prefilling, MODEL, joining=tight)
+    assert ChunkBudget(MOST).tokens(rows, prefilling, MODEL, joining=tight, soon=tight) == most, (
+        "no two steps fit in it, whatever is in them"
+    )
+
+
 def test_the_scheduler_tells_who_is_on_the_way() -> None:
     scheduler = DecodeScheduler(make_core(4000, chunk=MOST))
     scheduler.add(request("long", prompt(1000)), attempt(), b"", 0.0)
@@ -88,6 +102,12 @@ def test_the_scheduler_tells_who_is_on_the_way() -> None:
     assert scheduler.reserve(joins, attempt(), b"", 0.0) is not None
     batch = scheduler.schedule(0.0, MODEL)
     assert batch is not None and MIN_CHUNK <= batch.num_tokens < 100
+    nearly = DecodeScheduler(make_core(4000, chunk=MOST))
+    nearly.add(request("long", prompt(1000)), attempt(), b"", 0.0)
+    seq = nearly.reserve(joins, attempt(), b"", 0.0)
+    assert seq is not None
+    shorter = nearly.schedule(0.0, MODEL, [seq.key])
+    assert shorter is not None and MIN_CHUNK <= shorter.num_tokens < batch.num_tokens
 
 
 def test_what_is_aimed_at_follows_what_steps_took() -> None:

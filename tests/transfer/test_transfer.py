@@ -51,9 +51,12 @@ def test_story_blocks_move_while_later_chunks_compute() -> None:
     pair.open(R, 6)
     pair.run(0.01)
     assert pair.said(Accept) == 1 and pair.said(Block) == 0, "nothing is computed yet"
+    nearly_whole = pair.receiving.receiver.nearly_whole
+    assert nearly_whole(5) == [] and nearly_whole(6) == [R]
     pair.compute(R, 2)
     pair.run(0.01)
     assert pair.said(Block) == 2 and pair.said(Handover) == 0
+    assert nearly_whole(3) == [] and nearly_whole(4) == [R]
     pair.finish(R)
     pair.run(0.01)
     assert [type(m) for m in pair.events] == [Sent] and pair.said(Block) == 6
