@@ -11,6 +11,7 @@ are held against the real ones. A machine that is slower than the step times by 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,9 @@ from coordinator.targets import Targets
 
 STEP_S = 0.1
 ENDS_WITHIN_S = 60.0
-ROUNDS = 3
+HALVINGS = 7
+MOST_SLOWER = 2.0
+"""Or faster: beyond that the step times are of another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +72,37 @@ def would_have_met(service: Service, told: Sequence[Told], sample: int, seed: in
 
 def calibrated(service: Service, told: Sequence[Told]) -> tuple[Service, float]:
     """With steps so much longer or shorter that first tokens of those taken in come when they came, in the middle; and
-    how much."""
+    how much. By halving: over capacity a little longer steps make all that wait much later, so a factor that follows
+    from how late they are runs away."""
     taken = [one for one in told if one.outcome != "refused"]
-    factor = 1.0
-    for _ in range(ROUNDS):
-        virtual = VirtualRun(_slower(service, factor))
-        virtual.ask([one.asked for one in taken])
-        again = virtual.run(max(one.asked.at_s for one in taken))
-        ratios = [
-            was.ttft_s / one.ttft_s
-            for was, one in zip(taken, again, strict=True)
-            if was.ttft_s is not None and one.ttft_s is not None
-        ]
-        factor *= median(ratios)
+    low, high = math.log(1 / MOST_SLOWER), math.log(MOST_SLOWER)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _too_soon(_slower(service, math.exp(middle)), taken) else (low, middle)
+    factor = math.exp((low + high) / 2)
     return _slower(service, factor), factor
 
 
-def _slower(service: Service, factor: float) -> Service:
-    def slower(step: StepTime) -> StepTime:
-        return StepTime(
-            factor * step.base_s, factor * step.row_s, factor * step.token_s, factor * step.context_s
-        )
+def _too_soon(service: Service, taken: Sequence[Told]) -> bool:
+    virtual = VirtualRun(service)
+    virtual.ask([one.asked for one in taken])
+    again = virtual.run(max(one.asked.at_s for one in taken))
+    pairs = [(one.ttft_s, was.ttft_s) for was, one in zip(taken, again, strict=True)]
+    sooner = [then < was for then, was in pairs if then is not None and was is not None]
+    return 2 * sum(sooner) > len(sooner)
 
+
+def _slower(service: Service, factor: float) -> Service:
     return replace(
         service,
-        prefill_steps=slower(service.prefill_steps),
-        decode_steps=slower(service.decode_steps),
+        prefill_steps=slower(service.prefill_steps, factor),
+        decode_steps=slower(service.decode_steps, factor),
         refuse_late=False,
     )
+
+
+def slower(step: StepTime, factor: float) -> StepTime:
+    return StepTime(factor * step.base_s, factor * step.row_s, factor * step.token_s, factor * step.context_s)
 
 
 def _in_a_fork(virtual: VirtualRun, asked: Asked, targets: Targets) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import pytest
+
 from bench.promises import scenarios
 from bench.promises.asked import Asked, Told, judged, together
-from bench.promises.counterfactual import would_have_met
+from bench.promises.counterfactual import calibrated, slower, would_have_met
 from bench.promises.real import capacity_of
 from bench.promises.report import tokens_per_s
 from bench.promises.virtual import DECODE_STEPS, PREFILL_STEPS, Service, VirtualRun, run
@@ -65,6 +67,12 @@ def test_of_those_refused_few_would_have_been_in_time() -> None:
     verdict = would_have_met(SERVICE, overloaded(), 24)
     assert verdict.sampled == 24 and verdict.met <= 5
     assert len(verdict.off_s) > 40 and verdict.mostly_within_s < 0.05
+
+
+def test_a_replay_follows_a_machine_that_is_slower_than_it_says() -> None:
+    slow = replace(SERVICE, prefill_steps=slower(PREFILL_STEPS, 1.2), decode_steps=slower(DECODE_STEPS, 1.2))
+    told = run(slow, scenarios.overload(WHOLE, 6.0, 1), 6.0)
+    assert calibrated(SERVICE, told)[1] == pytest.approx(1.2, rel=0.05)
 
 
 def test_who_comes_back_when_told_to_is_taken_in() -> None:
