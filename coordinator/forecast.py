@@ -39,7 +39,7 @@ MOST_SINGLE = 32
 MOST_LOOKS = 2048
 """Prompts of the queue times workers that may compute them, that are looked at for one forecast."""
 MOST_CORRECTION = 2.0
-FIRST_CORRECTION = 1.04  # a step more or less is what no forecast can know
+FIRST_CORRECTION = 1.1  # steps measured before there was a load are shorter than they are under it
 MOST_PRESSURE = 0.9
 MOST_CLASSES = 64
 USUAL = 0.6  # of forecasts like the last ones are to come true; most are nowhere near their limit

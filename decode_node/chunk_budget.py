@@ -10,7 +10,7 @@ steps are known, it is what `max_num_batched_tokens` leaves.
 
 Step times are fitted, and steps differ: beside busy neighbours one takes half as long again as the last. So what is
 aimed at follows what came of it: LESS of it after a step that took longer than the target, and MORE after each that
-did not, which lets one in fifty be late.
+did not, which lets one in two hundred be late: an answer has as many gaps as it has tokens.
 
 Local prefill must go on too: `MIN_CHUNK` tokens are in every step that ends within the target with them, be it within
 `CAUTION` or not, and in every `PATIENCE`-th step whatever the target says (what stands in it may be too much for its
@@ -30,7 +30,7 @@ MIN_CHUNK = 16
 PATIENCE = 8
 CAUTION = 0.9
 """Of a target is aimed at: the rest is for what the fit does not see, and for what lies between two steps."""
-LESS, MORE = 0.9, 1.002
+LESS, MORE = 0.9, 1.0005
 LEAST_AIM = 0.5
 
 

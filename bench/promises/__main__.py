@@ -128,7 +128,7 @@ def overload(bench: Bench) -> bool:
         tiers = scenarios.overload_tiers(service.prefill_steps, service.decode_steps, ROWS, prompts)
         tier, targets = tiers["chat"], {"chat": targets_of(tiers["chat"])}
         if bench.local_prefill:
-            capacity = scenarios.with_local_prefill(capacity, service.decode_steps, tier, ROWS)
+            capacity = scenarios.with_local_prefill(capacity, service.decode_steps, tier, ROWS, prompts)
         load = scenarios.overload(capacity, bench.seconds, bench.seed, prompts)
         without = ask([one for one in load if one.at_s < WITHOUT_S])
     bench.console.print(

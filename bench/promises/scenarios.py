@@ -82,18 +82,25 @@ def overload_tiers(
     alone_s = (
         chunks * (prefill.base_s + prefill.row_s) + prompt * prefill.token_s + context * prefill.context_s
     )
-    ttft_ms, itl_ms = 1e3 * OVERLOAD_TTFT * alone_s, 1e3 * OVERLOAD_ITL * _batch_s(decode, rows)
+    ttft_ms, itl_ms = 1e3 * OVERLOAD_TTFT * alone_s, 1e3 * OVERLOAD_ITL * _batch_s(decode, rows, prompt)
     return {"chat": Tier(ttft_ms=round(ttft_ms), itl_ms=round(itl_ms), max_queue=4096)}
 
 
-def _batch_s(decode: StepTime, rows: float) -> float:
-    return decode.base_s + rows * (decode.row_s + decode.token_s + 900 * decode.context_s)
+def _batch_s(decode: StepTime, rows: float, context: float) -> float:
+    """With so much context each: no more than there will be, since what it costs is the least sure of a fit."""
+    return decode.base_s + rows * (decode.row_s + decode.token_s + context * decode.context_s)
 
 
-def with_local_prefill(capacity: Capacity, decode: StepTime, tier: Tier, rows: int) -> Capacity:
+def with_local_prefill(
+    capacity: Capacity,
+    decode: StepTime,
+    tier: Tier,
+    rows: int,
+    prompts: tuple[int, int] = OVERLOAD_PROMPT,
+) -> Capacity:
     """Of a service whose decode worker computes prompts too, beside half a batch, within the tier's ITL target."""
     step_s = CAUTION * (tier.itl_ms or 0.0) / 1e3
-    chunk = max(0.0, step_s - _batch_s(decode, rows / 2)) / decode.token_s
+    chunk = max(0.0, step_s - _batch_s(decode, rows / 2, sum(prompts) / 2)) / decode.token_s
     return replace(capacity, prompt_tokens_per_s=capacity.prompt_tokens_per_s + chunk / step_s)
 
 

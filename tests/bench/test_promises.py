@@ -44,7 +44,7 @@ FIRST = 30
 
 
 @cache
-def overloaded(seed: int = 1) -> list[Told]:
+def overloaded(seed: int = 2) -> list[Told]:
     return run(SERVICE, scenarios.overload(WHOLE, SECONDS, seed), SECONDS)
 
 
@@ -54,7 +54,7 @@ def test_over_capacity_those_taken_in_keep_their_targets_and_refusals_are_immedi
     assert of.refused > 0.5 * of.asked and of.asked - of.refused > 80
     assert of.first_tokens.value >= 0.96 and of.gaps.value >= 0.999 and of.whole.value >= 0.95
     assert all(one.end_s == one.asked.at_s for one in told if one.outcome == "refused")
-    without = run(replace(SERVICE, refuse_late=False), scenarios.overload(WHOLE, 10.0, 1), 10.0)
+    without = run(replace(SERVICE, refuse_late=False), scenarios.overload(WHOLE, 10.0, 2), 10.0)
     assert judged(without, "chat", CHAT).first_tokens.value < 0.3, (
         "the load is no overload: the test is blunt"
     )
@@ -62,7 +62,7 @@ def test_over_capacity_those_taken_in_keep_their_targets_and_refusals_are_immedi
 
 def test_of_those_refused_few_would_have_been_in_time() -> None:
     """By replays in which those who were taken in have their first tokens when they had them. `bench.promises` wants a
-    tenth at most of many: of six seeds 14 to 17 of 200. While each might go another way than was forecast for it, it
+    tenth at most of many: of four seeds 10 to 20 of 200. While each might go another way than was forecast for it, it
     was a sixth to a quarter; with a forecast of the worse way a half."""
     verdict = would_have_met(SERVICE, overloaded(), 24)
     assert verdict.sampled == 24 and verdict.met <= 5
