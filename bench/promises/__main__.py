@@ -177,9 +177,11 @@ def _refused_rightly(bench: Bench, service: Service, told: Sequence[Told]) -> bo
 
 def swing(bench: Bench) -> bool:
     """Pools that balance against fixed roles and against collocated ones."""
-    tiers = scenarios.SWING_TIERS
-    targets = {name: targets_of(tier) for name, tier in tiers.items()}
     halves = 1 if bench.real else 2
+    with ExitStack() as stack:
+        _, _, service = bench.on(stack, scenarios.UNPROMISED, prefill=halves, decode=halves)
+    tiers = scenarios.swing_tiers(service.prefill_steps, service.decode_steps, ROWS)
+    targets = {name: targets_of(tier) for name, tier in tiers.items()}
     runs: dict[str, list[Told]] = {}
     load: list[Asked] = []
     shapes = {
@@ -192,6 +194,8 @@ def swing(bench: Bench) -> bool:
             ask, capacity, _ = bench.on(stack, tiers, **shape)  # type: ignore[arg-type]
             load = load or scenarios.swing(scenarios.swing_rates(capacity), bench.seconds, bench.seed)
             runs[name] = ask(load)
+    chat = tiers["chat"]
+    bench.console.print(f"targets: first token {chat.ttft_ms:.0f} ms, gaps {chat.itl_ms:.0f} ms")
     bench.console.print(report.table("a mix that swings", runs, targets, bench.seconds))
     if bench.plot is not None:
         curves = {name: report.goodput_over_time(told, targets, bench.seconds) for name, told in runs.items()}

@@ -107,6 +107,14 @@ def with_local_prefill(
 SWING_TIERS: Mapping[str, Tier] = {"chat": Tier(ttft_ms=1500, itl_ms=100, max_queue=4096)}
 
 
+def swing_tiers(prefill: StepTime, decode: StepTime, rows: int) -> Mapping[str, Tier]:
+    """Targets that a person would want, or where the machine is too slow for those, what it can do."""
+    wanted, able = SWING_TIERS["chat"], overload_tiers(prefill, decode, rows)["chat"]
+    ttft_ms = max(wanted.ttft_ms or 0.0, able.ttft_ms or 0.0)
+    itl_ms = max(wanted.itl_ms or 0.0, able.itl_ms or 0.0)
+    return {"chat": Tier(ttft_ms=ttft_ms, itl_ms=itl_ms, max_queue=4096)}
+
+
 def flood(capacity: Capacity, seconds: float, seed: int) -> list[Asked]:
     rate = FLOOD * capacity.requests_per_s(300, 64)
     return poisson(seed, rate, seconds, tier="batch", tenant="batch", prompt=(200, 400), output=(32, 96))

@@ -94,7 +94,8 @@ def computed_locally(told: Sequence[Told], virtual: VirtualRun) -> float:
 
 def test_pools_balance_and_do_not_take_turns() -> None:
     """Prompts that prefill alone cannot take: decode workers take a part of them, and more are served in time."""
-    tiers = scenarios.SWING_TIERS
+    tiers = scenarios.swing_tiers(PREFILL_STEPS, DECODE_STEPS, 16)
+    assert tiers == scenarios.SWING_TIERS, "what a person would want"
     rate = 1.3 * CAPACITY.requests_per_s(900, 16)
     load = [
         one
