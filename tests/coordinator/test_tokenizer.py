@@ -159,7 +159,7 @@ def test_large_texts_leave_the_loop_free(tokenizer: Tokenizer) -> None:
         return worst_s, loop.time() - started_s, work.result()
 
     worst_s, took_s, ids = asyncio.run(beat())
-    assert worst_s < max(0.02, took_s / 3)
+    assert worst_s < max(0.02, took_s / 2)
     assert ids == tokenizer.encode_now(text)
 
 

@@ -261,9 +261,9 @@ def test_a_step_lasts_no_longer_because_the_loop_is_busy() -> None:
     scene.give("a", 1)
     with scene.stepping.lock:
         scene.may_go_on.set()
-        time.sleep(0.2)
+        time.sleep(0.5)
     scene.until(lambda: scene.node.idle)
-    assert 0.0 < scene.node.records.step_s < 0.1
+    assert 0.0 < scene.node.records.step_s < 0.4
 
 
 def test_after_the_end_no_step_begins() -> None:
