@@ -18,6 +18,8 @@ DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 CURVE_RATES = (2.5, 3.5)
 FIRST_GOODPUT_RATE = 2.5
 TTFT_MS, ITL_MS = 500.0, 75.0
+PROMISED = '{"service_tier": "promised"}'
+"""More of a request's body, to a kvferry with these `tiers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Asked:
         return f"ttft:{self.ttft_ms:g}", f"itl:{self.itl_ms:g}"
 
     @property
-    def tier(self) -> str:
-        """The same as configuration of a kvferry: it is told what is wanted of it; the other side's answer to that is
-        the best of its budgets."""
-        return f"[tiers.default]\nttft_ms = {self.ttft_ms:g}\nitl_ms = {self.itl_ms:g}\n"
+    def tiers(self) -> str:
+        """The same as configuration of a kvferry: it is told what is wanted of it, where that is asked for; the other
+        side's answer to that is the best of its budgets. Who asks for throughput alone asks for no promise, and is
+        refused by no forecast."""
+        return f"[tiers.default]\n\n[tiers.promised]\nttft_ms = {self.ttft_ms:g}\nitl_ms = {self.itl_ms:g}\n"

@@ -26,13 +26,22 @@ class LoadFault(Exception):
 
 
 def measure(
-    target: Target, path: Path, *, rate: float, prompts: int, concurrency: int | None, targets: Sequence[str]
+    target: Target,
+    path: Path,
+    *,
+    rate: float,
+    prompts: int,
+    concurrency: int | None,
+    targets: Sequence[str],
+    extra_body: str = "",
 ) -> dict[str, Any]:
     """One run; what `--save-result` wrote, at `path` too. Raises LoadFault."""
     command = [sys.executable, "-m", "bench", "--base-url", target.url, "--model", target.model]
     command += ["--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN)]
     command += ["--request-rate", f"{rate:g}", "--num-prompts", str(prompts), "--num-warmups", "4"]
     command += ["--goodput", *targets, "--no-progress", "--save-result", str(path)]
+    if extra_body:
+        command += ["--extra-body", extra_body]
     if concurrency is not None:
         command += ["--max-concurrency", str(concurrency)]
     said = _run(command)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.against_peer import clients, figures
-from bench.against_peer.asked import Asked
+from bench.against_peer.asked import PROMISED, Asked
 from bench.against_peer.figures import Cell, load_name
 from bench.against_peer.plan import BATCH, Part, Session, Side, Sizes, sessions_of
 from bench.against_peer.search import next_rate, pooled
@@ -143,9 +143,9 @@ class Runner:
             yield Target(places.peer_url.rstrip("/"), places.peer_model)
             return
         if session.side == "kvferry":
-            target = Target(url, places.model.name)
+            target = Target(url, places.model.name, PROMISED)
             config = self._folder.path / "tiers.toml"
-            config.write_text(self._asked.tier)
+            config.write_text(self._asked.tiers)
             flags = ["--dtype", self._asked.dtype, *places.our_flags, *session.flags]
             command = kvferry_command(places.model, port, config, flags)
         else:
@@ -189,7 +189,13 @@ class Runner:
         rate, prompts, concurrency = self._load_of(load)
         path = self._folder.of_run(session, load)
         result = clients.measure(
-            target, path, rate=rate, prompts=prompts, concurrency=concurrency, targets=self._asked.targets
+            target,
+            path,
+            rate=rate,
+            prompts=prompts,
+            concurrency=concurrency,
+            targets=self._asked.targets,
+            extra_body="" if load == "saturated" else target.promised,
         )
         return figures.cell_of(session, load, result)
 

@@ -30,10 +30,12 @@ class ServerFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that can be asked: where, and what it calls the model."""
+    """A server that can be asked: where, and what it calls the model. `promised`: what a request says more (JSON), for
+    which the targets are to be kept."""
 
     url: str
     model: str
+    promised: str = ""
 
 
 def kvferry_command(model: Path, port: int, config: Path, flags: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from hypothesis import given, strategies as st
 
 from bench.against_peer import figures, plan, search
 from bench.against_peer.__main__ import main
-from bench.against_peer.asked import Asked
+from bench.against_peer.asked import PROMISED, Asked
 from bench.against_peer.clients import LoadFault, parse_witness
 from bench.against_peer.figures import Cell, cell_of, compare
 from bench.against_peer.gguf_f16 import convert
@@ -287,9 +287,12 @@ def test_a_session_measures_what_is_missing_and_searches_on(tmp_path: Path) -> N
 
 
 def test_kvferry_is_told_the_targets_that_it_is_judged_by() -> None:
+    """Where promises are judged. A saturated run was refused by its forecast, and counted a third of its requests."""
     for asked in (Asked(), Asked(time_scale=5.0)):
-        (tier,) = tomllib.loads(asked.tier)["tiers"].values()
+        tiers = tomllib.loads(asked.tiers)["tiers"]
+        tier = tiers.pop(json.loads(PROMISED)["service_tier"])
         assert [f"{name}:{tier[f'{name}_ms']:g}" for name in ("ttft", "itl")] == list(asked.targets)
+        assert tiers == {"default": {}}, "whoever names none is promised nothing"
 
 
 def test_a_slower_machine_is_asked_for_the_same_in_its_own_time() -> None:
