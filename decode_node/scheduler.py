@@ -76,16 +76,14 @@ class DecodeScheduler:
         self._forecast = Forecast(core.block_size)
         self.held = Held()
         self.giving_way = GivingWay(core, self.held, self._turns, self._forecast)
-        self._soon: list[Sequence] = []  # reserved, and nearly whole
         self._full: list[Sequence] = []  # decoding, and lacking a block for the next step
         self._passing = Passing()
         self._local_passes = 0  # transfers accepted since a local prefill was last started
         self._came_before = 0  # … of higher classes since one that had been put out last came back
         self._passes: dict[Key, int] = {}  # local prefills started past one that found no room
         self.opens_at: float | None = None  # when `schedule` is to be called again for those that wait
-        self.started: list[
-            Sequence
-        ] = []  # first local chunk is about to run, of a recompute too; the caller clears it
+        self.started: list[Sequence] = []
+        """First local chunk is about to run, of a recompute too; the caller clears it."""
 
     # ------------------------------------------------------------ coming in
 
@@ -175,14 +173,15 @@ class DecodeScheduler:
         `step_model`: how long steps take here, where that is known. `soon`: reserved ones that may be whole before it
         has ended."""
         self._forecast.step()
-        self._soon = [self.held.reserved[key] for key in soon]
         if self._core.num_out:
-            return self._schedule_ahead(now, step_model)
+            return self._schedule_ahead(now, step_model, soon)
         self._give_way(now)
         self._grow(now)
-        return self._fill(self.held.decoding, [], now, step_model)
+        return self._fill(self.held.decoding, [], now, step_model, soon)
 
-    def _schedule_ahead(self, now: float, step_model: Coefficients | None) -> Batch | None:
+    def _schedule_ahead(
+        self, now: float, step_model: Coefficients | None, soon: Iterable[Key]
+    ) -> Batch | None:
         if self._core.num_out >= self._max_inflight:
             return None
         self._core.is_running()
@@ -194,10 +193,15 @@ class DecodeScheduler:
             if not self._core.grow(seq, seq.in_batch):
                 return None
         self._full.clear()
-        return self._fill(known, ahead, now, step_model)
+        return self._fill(known, ahead, now, step_model, soon)
 
     def _fill(
-        self, known: list[Sequence], ahead: list[Sequence], now: float, step_model: Coefficients | None
+        self,
+        known: list[Sequence],
+        ahead: list[Sequence],
+        now: float,
+        step_model: Coefficients | None,
+        soon: Iterable[Key],
     ) -> Batch | None:
         """Who may join, and the step's rows."""
         before = len(self.held.decoding)
@@ -211,9 +215,11 @@ class DecodeScheduler:
         self._core.add_decode_rows(known if known is self.held.decoding else known + joined)
         self._core.add_rows_ahead(ahead)
         if self.held.prefilling:
-            joining = (*self.held.ready, *self.held.reserved.values())
+            reserved = self.held.reserved
+            joining = (*self.held.ready, *reserved.values())
+            nearly = [reserved[key] for key in soon if key in reserved]  # room may have been made of one
             tokens = self._chunk_budget.tokens(
-                self.held.decoding, self.held.prefilling, step_model, joining, joined, self._soon, now
+                self.held.decoding, self.held.prefilling, step_model, joining, joined, nearly, now
             )
             self._add_chunks(order, tokens, now)
         return self._core.take_batch()

@@ -110,6 +110,19 @@ def test_the_scheduler_tells_who_is_on_the_way() -> None:
     assert shorter is not None and MIN_CHUNK <= shorter.num_tokens < batch.num_tokens
 
 
+def test_a_transfer_whose_room_was_given_up_is_on_the_way_no_more() -> None:
+    """The receiver hears of it after the step is decided, and that may be in a second try, where the first one raised:
+    each later try raised for it too, and one request after the other was failed."""
+    scheduler = DecodeScheduler(make_core(4000, chunk=MOST))
+    scheduler.add(request("long", prompt(1000)), attempt(), b"", 0.0)
+    seq = scheduler.reserve(request("joins", prompt(8)), attempt(), b"", 0.0)
+    assert seq is not None
+    scheduler.giving_way.to_those_who_run(0.0)
+    assert scheduler.giving_way.revoked == [seq.key] and not scheduler.held.reserved
+    batch = scheduler.schedule(0.0, MODEL, [seq.key])
+    assert batch is not None and batch.num_tokens == MOST
+
+
 def test_what_is_aimed_at_follows_what_steps_took() -> None:
     """A machine on which every tenth step takes half as long again as its fit says: few are late for all that, and
     when it is quiet again chunks are what they were."""
