@@ -12,9 +12,8 @@ MOST_GUESTS = 64
 
 class Promised:
     def __init__(self) -> None:
-        self._last: dict[
-            tuple[int, float | None], float
-        ] = {}  # class and target → last asked for, oldest first
+        self._last: dict[tuple[int, float | None], float] = {}
+        """Class and target → last asked for, oldest first."""
 
     def asked(self, number: int, target_s: float | None, now: float) -> None:
         """One of class `number` came, with a target or without."""

@@ -14,6 +14,7 @@ LEAST_CHUNK = 32
 """Tokens of local prefill beside a decode batch, below which a step's overhead is most of what they cost."""
 
 BEHIND = 0.75
+"""Of a step of the rows alone, when a prompt comes right after another one: measured, in virtual time."""
 UNBOUND = 1 << 30
 
 

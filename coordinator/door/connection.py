@@ -90,9 +90,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # of whole lines
         # Of all, from the second read on: the first may have begun with something else.
         self._raw_head_bytes = 0
-        self._one_too_many: KvferryError | None = (
-            None  # said after the answers to those before it; no more is read
-        )
+        self._one_too_many: KvferryError | None = None
+        """Said after the answers to those before it; no more is read."""
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait behind it
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
