@@ -21,7 +21,7 @@ from bench.load.prompts import Words, words_maker
 from bench.load.records import Planned, Record
 from bench.load.runner import Runner
 from bench.promises.asked import Asked, Told
-from bench.promises.scenarios import Capacity
+from bench.promises.scenarios import Capacity, time_s
 from bench.virtual_worker import StepTime
 from common.config import Tier
 
@@ -121,8 +121,7 @@ def capacity_of(
     prefill: StepTime, decode: StepTime, num_prefill: int, num_decode: int, rows: int, budget: int = 256
 ) -> Capacity:
     """By step times alone: full chunks on one side, full batches on the other."""
-    step_s = prefill.base_s + prefill.row_s + budget * (prefill.token_s + prefill.context_s)
-    decode_s = decode.base_s + rows * (decode.row_s + decode.token_s + 300 * decode.context_s)
+    step_s, decode_s = time_s(prefill, 1, budget, budget), time_s(decode, rows, rows, 300 * rows)
     return Capacity((num_prefill or num_decode) * budget / step_s, num_decode * rows / decode_s)
 
 

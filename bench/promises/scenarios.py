@@ -49,7 +49,7 @@ def beside_tiers(prefill: StepTime, decode: StepTime, rows: int, budget: int = 2
     return {"interactive": interactive, "batch": BATCH}
 
 
-def time_s(step: StepTime, rows: int, tokens: int, context: int) -> float:
+def time_s(step: StepTime, rows: float, tokens: float, context: float) -> float:
     return step.base_s + step.row_s * rows + step.token_s * tokens + step.context_s * context
 
 
@@ -76,19 +76,18 @@ def overload_tiers(
     prompts: tuple[int, int] = OVERLOAD_PROMPT,
     budget: int = 256,
 ) -> dict[str, Tier]:
-    """With targets that suit a machine of such step times and prompts of such lengths."""
+    """With targets that suit a machine of such step times and prompts of such lengths. (A context as long as there will
+    be and no longer: what it costs is the least sure of a fit.)"""
     prompt, chunks = sum(prompts) / 2, math.ceil(sum(prompts) / 2 / budget)
     context = budget * chunks * (chunks - 1) / 2
     alone_s = (
         chunks * (prefill.base_s + prefill.row_s) + prompt * prefill.token_s + context * prefill.context_s
     )
-    ttft_ms, itl_ms = 1e3 * OVERLOAD_TTFT * alone_s, 1e3 * OVERLOAD_ITL * _batch_s(decode, rows, prompt)
+    ttft_ms, itl_ms = (
+        1e3 * OVERLOAD_TTFT * alone_s,
+        1e3 * OVERLOAD_ITL * time_s(decode, rows, rows, rows * prompt),
+    )
     return {"chat": Tier(ttft_ms=round(ttft_ms), itl_ms=round(itl_ms), max_queue=4096)}
-
-
-def _batch_s(decode: StepTime, rows: float, context: float) -> float:
-    """With so much context each: no more than there will be, since what it costs is the least sure of a fit."""
-    return decode.base_s + rows * (decode.row_s + decode.token_s + context * decode.context_s)
 
 
 def with_local_prefill(
@@ -100,7 +99,8 @@ def with_local_prefill(
 ) -> Capacity:
     """Of a service whose decode worker computes prompts too, beside half a batch, within the tier's ITL target."""
     step_s = CAUTION * (tier.itl_ms or 0.0) / 1e3
-    chunk = max(0.0, step_s - _batch_s(decode, rows / 2, sum(prompts) / 2)) / decode.token_s
+    half, context = rows / 2, sum(prompts) / 2
+    chunk = max(0.0, step_s - time_s(decode, half, half, half * context)) / decode.token_s
     return replace(capacity, prompt_tokens_per_s=capacity.prompt_tokens_per_s + chunk / step_s)
 
 
