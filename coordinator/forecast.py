@@ -24,7 +24,7 @@ from functools import cache
 from common.request import WorkerId
 from coordinator.first_token import LATEST
 from coordinator.lanes import Entry
-from coordinator.lookahead import Computer, Lookahead
+from coordinator.lookahead import Asked, Computer, Lookahead
 from coordinator.placing import Placing
 from coordinator.queue import WaitingQueue
 from coordinator.recent_gaps import ENOUGH
@@ -132,10 +132,11 @@ class Forecaster:
         row_s = self._row_waits(tracked, deciders, local, now)
         for number, entry in enumerate(before):
             ahead.after(row_s(number))
-            ahead.next(entry.tokens, self._tracker.plan(entry.id))
+            ahead.next(self._asked(entry, len(before) - number + len(behind), now))
         ahead.after(row_s(len(before) if len(before) < most else round(requests)))
         without = ahead.copy() if behind else ahead
-        first_s, is_local = ahead.next(None)
+        left_s = self._placing.left_s(tracked, now)
+        first_s, is_local = ahead.next(Asked(None, left_s, waiting=len(behind)))
         spoils_s = self._spoils_s(behind, ahead, without, now)
         first_s /= 1 - min(
             MOST_PRESSURE, self._placing.pressure.above(tracked.lane[0], now) / (len(pools) + len(beside))
@@ -157,9 +158,9 @@ class Forecaster:
     def _spoils_s(self, behind: list[Entry], ahead: Lookahead, without: Lookahead, now: float) -> float:
         """By how much those that wait behind it, and were promised a time, would miss that for its sake."""
         spoils_s = 0.0
-        for entry in behind:
-            correction, plan = self.correction(entry.lane[0]), self._tracker.plan(entry.id)
-            nexts = [way.next(entry.tokens, plan) for way in (ahead, without)]
+        for number, entry in enumerate(behind, 1):
+            correction, asked = self.correction(entry.lane[0]), self._asked(entry, len(behind) - number, now)
+            nexts = [way.next(asked) for way in (ahead, without)]
             first_s, would_be_s = (correction.factor(now, local=is_local) * s for s, is_local in nexts)
             other = self._tracker.get(entry.id)
             if other is None or other.forecast is None:
@@ -169,6 +170,12 @@ class Forecaster:
             if would_be_s <= left_s < first_s:
                 spoils_s = max(spoils_s, first_s - left_s)
         return spoils_s
+
+    def _asked(self, entry: Entry, waiting: int, now: float) -> Asked:
+        other = self._tracker.get(entry.id)
+        if other is None:
+            return Asked(entry.tokens, waiting=waiting)
+        return Asked(entry.tokens, self._placing.left_s(other, now), other.plan, waiting)
 
     def came(self, tracked: Tracked, now: float) -> None:
         """Its first token has."""

@@ -2,8 +2,8 @@
 
 The rule of `placing.py`, played forward. Whoever is first goes as soon as a worker has room for it (`router.py`): a
 decode worker computes it itself where its second token is there sooner, by LOCAL_GAIN, than by way of the prefill
-worker that would be done first; else it goes to a prefill worker with room, or waits until one has. Nobody passes
-another, as nobody passes one that was promised a time.
+worker that would be done first, and that is worth what the batch waits for it (`worth`); else it goes to a prefill
+worker with room, or waits until one has. Nobody passes another, as nobody passes one that was promised a time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from common.step_budget import LONGER
 from coordinator.router import STEPS_AHEAD
-from coordinator.step_costs import Pace
+from coordinator.step_costs import Beside, Pace
 
 LOCAL_GAIN = 0.9
 STAYS = 1.25
+IN_TIME = 0.7
+"""Of what is left until its first token is due: who should be sooner by way of a prefill worker is in time there."""
 _NEVER = float("inf")
 
 
@@ -27,6 +29,26 @@ def local_gain(plan: bool | None) -> float:
     if plan is None:
         return LOCAL_GAIN
     return LOCAL_GAIN * STAYS if plan else LOCAL_GAIN / STAYS
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of which is asked where it goes. `tokens`: None, the one that the lookahead is for. `left_s`: until its
+    first token is due, if one was promised. `plan`: see `local_gain`. `waiting`: so many wait behind it."""
+
+    tokens: int | None
+    left_s: float | None = None
+    plan: bool | None = None
+    waiting: int = 0
+
+
+def worth(asked: Asked, by_pair_s: float, gained_s: float, harm_s: float) -> bool:
+    """Whether that a decode worker computes it is worth what the rows of its batch wait for it, `harm_s` in all: to
+    those that wait behind it and to itself, by `gained_s`; or because by way of a prefill worker it should come too
+    late for what it was promised. What was planned was found worth it then."""
+    if asked.plan or (asked.left_s is not None and by_pair_s > IN_TIME * asked.left_s):
+        return True
+    return harm_s <= gained_s
 
 
 @dataclass(slots=True)
@@ -102,29 +124,30 @@ class Lookahead:
         """Nobody is given to anybody before."""
         self._at_s = max(self._at_s, seconds)
 
-    def next(self, tokens: int | None, plan: bool | None = None) -> tuple[float, bool]:
-        """When the next one, of so many tokens (None: the one that is asked about), has its first token, and whether a
-        decode worker computes it beside its batch. `plan`: whether that was to be so."""
-        self._at_s, computer = self._who(tokens, plan)
-        own = computer.own_tokens if tokens is None else tokens
+    def next(self, asked: Asked) -> tuple[float, bool]:
+        """When the next one has its first token, and whether a decode worker computes it beside its batch."""
+        self._at_s, computer = self._who(asked)
+        own = computer.own_tokens if asked.tokens is None else asked.tokens
         return computer.take(own, self._at_s), computer.local_gap_s is not None
 
-    def _who(self, tokens: int | None, plan: bool | None) -> tuple[float, Computer]:
-        at_s = self._at_s
+    def _who(self, asked: Asked) -> tuple[float, Computer]:
+        at_s, tokens = self._at_s, asked.tokens
         if len(self._pools) == 1 and not self._beside:
             return max(at_s, _room_s(self._pools[0], tokens)), self._pools[0]
         rooms_s = [max(at_s, _room_s(one, tokens)) for one in self._pools]
         pool_s = min(rooms_s)
-        local = self._local(tokens, pool_s, plan) if self._beside else None
+        local = self._local(asked, pool_s) if self._beside else None
         if local is not None:
             return local
         with_room = [one for one, room_s in zip(self._pools, rooms_s, strict=True) if room_s <= pool_s]
         return pool_s, min(with_room, key=lambda one: one.free_s + _alone_s(one, tokens))
 
-    def _local(self, tokens: int | None, until_s: float, plan: bool | None) -> tuple[float, Computer] | None:
+    def _local(self, asked: Asked, until_s: float) -> tuple[float, Computer] | None:
         """Who computes it beside its batch, and from when on it has room, before a pool has."""
+        tokens = asked.tokens
         found: tuple[float, float, Computer] | None = None
         alones_s = [_alone_s(one, tokens) for one in self._pools]
+        spared_s = min(_taken_s(one, tokens) for one in self._pools) / len(self._pools)
         by_pool_s = min(one.free_s + alone_s for one, alone_s in zip(self._pools, alones_s, strict=True))
         for one in self._beside:
             at_s = max(self._at_s, _room_s(one, tokens))
@@ -133,7 +156,10 @@ class Lookahead:
             assert one.local_gap_s is not None
             second_s = max(one.free_s, at_s) + _alone_s(one, tokens) + one.local_gap_s
             by_pair_s = max(by_pool_s, at_s + min(alones_s))
-            if second_s - at_s < local_gain(plan) * (by_pair_s - at_s + self._gap_s):
+            if second_s - at_s >= local_gain(asked.plan) * (by_pair_s - at_s + self._gap_s):
+                continue
+            gained_s = by_pair_s + self._gap_s - second_s + asked.waiting * spared_s
+            if worth(asked, by_pair_s, gained_s, _harm_s(one, tokens)):
                 found = min(found or (_NEVER, _NEVER, one), (at_s, second_s, one), key=lambda who: who[:2])
         return None if found is None else (found[0], found[2])
 
@@ -144,3 +170,13 @@ def _room_s(one: Computer, tokens: int | None) -> float:
 
 def _alone_s(one: Computer, tokens: int | None) -> float:
     return one.pace.alone_s(one.own_tokens if tokens is None else tokens)
+
+
+def _taken_s(one: Computer, tokens: int | None) -> float:
+    return one.pace.taken_s(one.own_tokens if tokens is None else tokens)
+
+
+def _harm_s(one: Computer, tokens: int | None) -> float:
+    """What the rows of its batch wait for it, added up."""
+    assert isinstance(one.pace, Beside)
+    return one.pace.harm_s(one.own_tokens if tokens is None else tokens)

@@ -13,9 +13,9 @@ Conditional disaggregation. A decode worker computes a prompt itself where its s
 than by way of a prefill worker, by a tenth at least, so that near equal ways do not take turns: a prompt that is
 short or mostly in its cache (the transfer would take longer), or any other while prefill is behind and the decode
 batch has time to spare within its ITL target, and within that of better classes that were asked for of late. One that
-was promised no first token may not take more from the others than it gains: each row of the batch is late by what the
-prompt's tokens take, and each that waits in the queue has it out of its way at the prefill workers. Without that a full
-decode batch stood still for the sake of one.
+would be in time by way of a prefill worker, or was promised no first token, may not take more from the others than it
+gains: each row of the batch is late by what the prompt's tokens take, and each that waits in the queue has it out of
+its way at the prefill workers. Without that a full decode batch stood still for the sake of one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from common.promised import Promised
 from common.request import Request
 from coordinator.answer_lengths import AnswerLengths
-from coordinator.lookahead import local_gain
+from coordinator.lookahead import Asked, local_gain, worth
 from coordinator.prefixes import Prefixes
 from coordinator.pressure import Pressure
 from coordinator.recent_gaps import RecentGaps
@@ -95,6 +95,15 @@ class Placing:
 
     def targets(self, request: Request) -> Targets:
         return self._targets.get(request.tier, NO_TARGETS)
+
+    def left_s(self, tracked: Tracked, now: float) -> float | None:
+        """Of the workers' time until its first token should be out, if that was promised: better classes take some."""
+        ttft_s = self.targets(tracked.request).ttft_s
+        if ttft_s is None:
+            return None
+        workers = len(self._registry.usable("prefill")) + len(self._registry.usable("decode"))
+        taken = self.pressure.above(tracked.lane[0], now) / max(1, workers)
+        return (ttft_s - (now - tracked.submitted_at)) * max(0.0, 1 - taken)
 
     def arrives(self, request: Request, number: int, now: float) -> None:
         """One that is promised something was asked for, of that class."""
@@ -193,6 +202,7 @@ class Placing:
         by_pair_s = min(way.first for way in ways)  # with room or without
         best, best_s = None, float("inf")
         gain = local_gain(tracked.plan)
+        asked = Asked(None, self.left_s(tracked, now), tracked.plan, waiting)
         itl_s, guests_itl_s = self.targets(tracked.request).itl_s, self._promised.above(tracked.lane[0], now)
         for worker in with_room:
             local = self.local(worker, itl_s, guests_itl_s)
@@ -210,11 +220,9 @@ class Placing:
                 continue
             if any(self._is_to_be_tried(way, own_s, now) for way in ways):
                 continue
-            if self.targets(tracked.request).ttft_s is None:
-                gained_s = by_way_s - second_s + waiting * _spared_s(ways)
-                if len(self._router.rows(worker.id)) * local.token_s * tokens > gained_s:
-                    continue
-            best, best_s = worker, second_s
+            gained_s = by_way_s - second_s + waiting * _spared_s(ways)
+            if worth(asked, by_pair_s, gained_s, local.harm_s(tokens)):
+                best, best_s = worker, second_s
         return best
 
     def _is_to_be_tried(self, way: Way, own_s: float, now: float) -> bool:

@@ -131,3 +131,7 @@ class Beside:
 
     def taken_s(self, tokens: int) -> float:
         return self.first_s(tokens, behind=True)
+
+    def harm_s(self, tokens: int) -> float:
+        """By how much its rows are later for them, added up."""
+        return self.rows * self.token_s * tokens

@@ -158,10 +158,6 @@ class Tracker:
     def get(self, request_id: RequestId) -> Tracked | None:
         return self._live.get(request_id)
 
-    def plan(self, request_id: RequestId) -> bool | None:
-        tracked = self._live.get(request_id)
-        return None if tracked is None else tracked.plan
-
     def present(self, key: Key) -> Tracked | None:
         """The live request whose present attempt is `key`."""
         tracked = self._live.get(key[0])
