@@ -339,8 +339,9 @@ class VirtualCluster:
         if self.cluster.registry.get(worker, sender.incarnation) is None:
             self.front.late_rows += len(tokens.rows) + len(tokens.prompts)
             return
-        tokens, dropped = self.cluster.tracker.of_holder(tokens, worker)
+        tokens, dropped, ends = self.cluster.hear_tokens(tokens, worker, self.now)
         self.front.late_rows += dropped
+        self._carry_out(ends)
         deltas, heard = self.front.accept(tokens, sender.name, sender.incarnation, self.now)
         for delta in deltas:
             answer = self.answers[delta.id]

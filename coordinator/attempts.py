@@ -149,15 +149,12 @@ class Attempts:
 
     def _waits_until(self, tracked: Tracked, now: float) -> float:
         until = now + self._max_wait_s - self._waited_s(tracked, now)
-        return until if tracked.deadline is None or tracked.outputs else min(until, tracked.deadline)
+        return until if tracked.deadline is None else min(until, tracked.deadline)
 
     def look_after(self, tracked: Tracked, now: float) -> list[Effect]:
         """One that workers have."""
-        if tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs:
-            said = self.abort_holders(tracked, "deadline")
-            return said + self.fail(
-                tracked, "DeadlinePassed", "its deadline passed before the first token", now
-            )
+        if tracked.deadline is not None and now >= tracked.deadline:
+            return self.first_too_late(tracked, now)
         if tracked.command is not None:
             return self._ask_again(tracked, now)
         if now - tracked.seen_at >= self._unheld_after_s and not self._owner_is_silent(tracked):
@@ -165,6 +162,10 @@ class Attempts:
             self._lost_tokens.unheard(tracked, "migration")
             return self.again(tracked, "no worker holds it any more", now)
         return []
+
+    def first_too_late(self, tracked: Tracked, now: float) -> list[Effect]:
+        said = self.abort_holders(tracked, "deadline")
+        return said + self.fail(tracked, "DeadlinePassed", "its deadline passed before the first token", now)
 
     def _owner_is_silent(self, tracked: Tracked) -> bool:
         """Nothing was heard of it since it last had the request: it is found lost soon, and that counts as a death of
@@ -186,7 +187,7 @@ class Attempts:
             and self._dispatcher.let_go(family, now)
         ):
             return []
-        late = tracked.deadline is not None and now >= tracked.deadline and not tracked.outputs
+        late = tracked.deadline is not None and now >= tracked.deadline
         if not late and waited_s < self._max_wait_s:
             return []
         reason = (

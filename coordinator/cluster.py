@@ -40,6 +40,7 @@ from common.messages import (
     Sender,
     Started,
     Stop,
+    Tokens,
 )
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId
 from coordinator.admission import Admission
@@ -172,7 +173,7 @@ class Cluster:
         return effects
 
     def _first_token(self, tracked: Tracked, now: float) -> None:
-        tracked.first_token_at = now
+        tracked.first_token_at, tracked.deadline = now, None
         self._forecaster.came(tracked, now)
 
     def _finished(self, request_id: RequestId, now: float) -> list[Effect]:
@@ -225,6 +226,17 @@ class Cluster:
                 return self._about_attempt(message, worker_id, now)
         self._late(message)
         return []
+
+    def hear_tokens(
+        self, tokens: Tokens, worker_id: WorkerId, now: float
+    ) -> tuple[Tokens, int, list[Effect]]:
+        """To be asked before a front takes them: what of them is this worker's to say, how many rows are not, and the
+        ends, to be carried out first, of requests whose first token comes after its deadline: it is not shown."""
+        tokens, dropped, late = self.tracker.of_holder(tokens, worker_id, now)
+        if not late:
+            return tokens, dropped, []
+        effects = [one for tracked in late for one in self._attempts.first_too_late(tracked, now)]
+        return tokens, dropped, effects + self._dispatcher.give_out(now)
 
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""

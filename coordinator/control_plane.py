@@ -306,9 +306,11 @@ class ControlPlane:
         if not self._knows(sender):
             self._front.late_rows += len(tokens.rows) + len(tokens.prompts)
             return
-        tokens, dropped = self._cluster.tracker.of_holder(tokens, WorkerId(sender.name))
-        self._front.late_rows += dropped
         now = time.monotonic()
+        tokens, dropped, ends = self._cluster.hear_tokens(tokens, WorkerId(sender.name), now)
+        self._front.late_rows += dropped
+        if ends:
+            self._carry_out(ends)
         deltas, heard = self._front.accept(tokens, sender.name, sender.incarnation, now)
         for delta in deltas:
             stream, choice = self._streams.get(delta.id, (None, 0))

@@ -4,7 +4,7 @@ A prefill worker says the first token as soon as it is sampled. The second comes
 decode worker's step under way has ended, and one more has run: up to two steps and a transfer, where every later gap
 is one step. A tier with `itl_ms` promises that gap too, so its streams give away a little of their `ttft_ms`: the first
 token waits by as much as recent gaps went over the target, no longer than until the second is there, and never
-beyond the TTFT target. Without `itl_ms` nothing is ever held.
+beyond the TTFT target or the request's own deadline. Without `itl_ms` nothing is ever held.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FirstTokenPacing:
         """From a first token to the second, as they came to the front, whatever was held."""
         self._gaps.add(gap_s)
 
-    def hold_s(self, tier: str, waited_s: float) -> float:
-        """For a first token that came `waited_s` after its request."""
+    def hold_s(self, tier: str, waited_s: float, deadline_s: float | None = None) -> float:
+        """For a first token that came `waited_s` after its request, whose own deadline is `deadline_s` after it."""
         targets = self._tiers.get(tier)
         usual_s = self._gaps.usual_s(SHARE)
         if targets is None or targets.itl_s is None or usual_s is None:
@@ -40,4 +40,6 @@ class FirstTokenPacing:
         hold_s = min(usual_s - CAUTION * targets.itl_s, targets.itl_s)
         if targets.ttft_s is not None:
             hold_s = min(hold_s, LATEST * targets.ttft_s - waited_s)
+        if deadline_s is not None:
+            hold_s = min(hold_s, LATEST * deadline_s - waited_s)
         return hold_s if hold_s >= LEAST_S else 0.0

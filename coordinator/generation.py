@@ -108,6 +108,7 @@ class Generation:
         self._leaving = "the server is stopping"
         self._job: Job | None = None
         self._meter: RequestMeter | None = None
+        self._deadline_s: float | None = None
         self._prompt_tokens = 0
         self._answers: list[Answer] = []  # one for each choice
         self._echo: Echo | None = None
@@ -182,7 +183,7 @@ class Generation:
 
     async def _serve(self, body: bytes, out: ResponseWriter) -> None:
         kitchen, arrival = self._kitchen, self._arrival
-        deadline_s = read_deadline_s(arrival.deadlines)
+        deadline_s = self._deadline_s = read_deadline_s(arrival.deadlines)
         fields = await read_fields(body, self._surface.read)
         job = self._job = await self._surface.build(kitchen.builder, fields, arrival.tenant)
         self._prompt_tokens = job.prompt_tokens
@@ -274,7 +275,7 @@ class Generation:
     async def _hold(self, job: Job, stream: TokenStream) -> None:
         """The first token, for the sake of the gap after it."""
         tier, began_s = job.request.tier, time.monotonic()
-        hold_s = self._kitchen.pacing.hold_s(tier, began_s - self._arrival.started_s)
+        hold_s = self._kitchen.pacing.hold_s(tier, began_s - self._arrival.started_s, self._deadline_s)
         if hold_s > 0:
             await stream.wait(hold_s)
             self._kitchen.metrics.held.labels(tier).inc(time.monotonic() - began_s)

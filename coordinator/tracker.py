@@ -60,7 +60,7 @@ class Tracked:
     request: Request
     arrival: int
     life: Life
-    deadline: float | None
+    deadline: float | None  # of its first token, until that is out
     due: float = float("inf")  # when its first token should be out: what the order goes by
     lane: Lane = (0, "", "")  # in the queue
     attempt: Attempt = NO_ATTEMPT  # set while dispatched
@@ -169,22 +169,28 @@ class Tracker:
         tracked = self._live.get(key[0])
         return tracked is None or (tracked.attempt == key[1] and worker in (tracked.prefill, tracked.decode))
 
-    def of_holder(self, tokens: Tokens, worker: WorkerId) -> tuple[Tokens, int]:
-        """Without what is not this worker's to say, and how many rows that was: in nearly every message none."""
+    def of_holder(self, tokens: Tokens, worker: WorkerId, now: float) -> tuple[Tokens, int, list[Tracked]]:
+        """Without what is not this worker's to say, how many rows that was, and whose first word this is though their
+        deadline has passed: in nearly every message none."""
         live = self._live
         for row in tokens.rows:
             tracked = live.get(row.id)
             if tracked is not None and (
-                tracked.attempt != row.attempt or (worker != tracked.decode and worker != tracked.prefill)
+                tracked.attempt != row.attempt
+                or (worker != tracked.decode and worker != tracked.prefill)
+                or (tracked.deadline is not None and now >= tracked.deadline)
             ):
                 break
         else:
             if not tokens.prompts:
-                return tokens, 0
+                return tokens, 0, []
         rows = tuple(r for r in tokens.rows if self.may_come_from(worker, (r.id, r.attempt)))
         prompts = tuple(r for r in tokens.prompts if self.may_come_from(worker, (r.id, r.attempt)))
         dropped = len(tokens.rows) - len(rows) + len(tokens.prompts) - len(prompts)
-        return Tokens(tokens.seq, rows, prompts), dropped
+        speaking = dict.fromkeys([r.id for r in rows] + [r.id for r in prompts])
+        said = [live.get(request_id) for request_id in speaking]
+        late = [t for t in said if t is not None and t.deadline is not None and now >= t.deadline]
+        return Tokens(tokens.seq, rows, prompts), dropped, late
 
     def all(self) -> list[Tracked]:
         return list(self._live.values())

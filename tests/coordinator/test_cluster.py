@@ -27,14 +27,17 @@ from common.messages import (
     Later,
     Message,
     Prefill,
+    PromptRow,
     Rebind,
     Refused,
     Registered,
     RegistrationRefused,
     Started,
     Stop,
+    TokenRow,
+    Tokens,
 )
-from common.request import Attempt, Incarnation, Key, RequestId, WorkerId, pack_ids
+from common.request import Attempt, Incarnation, Key, RequestId, TokenLogprobs, WorkerId, pack_ids
 from coordinator.attempts import MAX_ASKS, MAX_FRUITLESS
 from coordinator.dispatcher import MAX_BLOCKED, MAX_PASSES
 from coordinator.placing import Placing
@@ -739,6 +742,31 @@ def test_deadline_is_for_the_first_token() -> None:
     bench.front(Progress(((RequestId("b"), 0, (1,)),)))
     bench.turn(at=1.1)
     assert (failure(bench).id, failure(bench).error) == ("a", "DeadlinePassed")
+
+
+@pytest.mark.parametrize("word", ["its first token", "one beyond that", "a score of its prompt"])
+def test_whose_first_word_comes_after_its_deadline_ends_there(word: str) -> None:
+    """No look at the clock lies between. Who has its first token, or time, is none of them."""
+    bench = ClusterBench("d0")
+    keys = []
+    for name, deadline_s in (("begun", 1.0), ("late", 1.0), ("early", 9.0)):
+        ((_, command),) = bench.submit(request(name), deadline_s=deadline_s)
+        assert isinstance(command, Decode)
+        keys.append(command.key)
+    bench.front(Progress(((RequestId("begun"), 0, (1,)),)))
+    bench.now = 1.05
+    begun, late, early = keys
+    rows = [TokenRow(*begun, 1, (2,)), TokenRow(*early, 0, (1,))]
+    prompts = [PromptRow(*late, 1, (TokenLogprobs(-1.0, ()),))] if "score" in word else []
+    if not prompts:
+        rows.insert(1, TokenRow(*late, 0 if "first" in word else 3, (1,)))
+    said = Tokens(1, tuple(rows), tuple(prompts))
+    tokens, dropped, ends = bench.cluster.hear_tokens(said, WorkerId("d0"), bench.now)
+    assert (tokens, dropped) == (said, 0), "the front closes its stream first"
+    assert [(w, m.id) for w, m in bench.note(ends) if isinstance(m, Abort)] == [("d0", "late")]
+    assert (failure(bench).id, failure(bench).error) == ("late", "DeadlinePassed")
+    assert bench.phase("late") == "failed" and bench.cluster.num_running() == 2
+    assert bench.cluster.hear_tokens(said, WorkerId("d0"), bench.now)[2] == []
 
 
 def test_deadline_does_not_end_an_answer_that_waits_for_its_next_attempt() -> None:

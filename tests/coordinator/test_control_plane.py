@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import BadRequest, DeadlinePassed, KvferryError, NotAdmitted, NoWorker, RequestFailed
 from common.front_messages import Rejected, RequestEnded
-from common.messages import Sender
+from common.messages import FinishReason, Sender, TokenRow, Tokens
 from common.request import (
     Incarnation,
     Request,
@@ -117,6 +117,29 @@ def test_without_a_worker() -> None:
     with pytest.raises(NoWorker) as refused:
         asyncio.run(scene())
     assert refused.value.code == "no_worker"
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+def test_a_first_token_after_its_deadline_reaches_nobody(finish: FinishReason | None) -> None:
+    """Between two looks at the clock too; and the worker is told."""
+
+    async def scene() -> tuple[KvferryError, float, bool]:
+        service = plane()
+        worker = Sender("d0", Incarnation(1))
+        try:
+            service._cluster.from_worker(card("d0"), worker, time.monotonic())
+            asked = [Request(ID, pack_ids([1]), SamplingParams(max_tokens=1), FRONT)]
+            stream = await service.submit(asked, deadline_s=9.0)
+            tracked = service._cluster.tracker.get(ID)
+            assert tracked is not None
+            tracked.deadline = time.monotonic()
+            service._take_tokens(Tokens(1, (TokenRow(ID, tracked.attempt, 0, (7,), finish=finish),)), worker)
+            return await failure(stream), service._front.late_rows, service._cluster.settled
+        finally:
+            await service.close()
+
+    ended, late_rows, settled = asyncio.run(scene())
+    assert (type(ended), ended.code, late_rows, settled) == (DeadlinePassed, "deadline", 1, True)
 
 
 @pytest.mark.parametrize(

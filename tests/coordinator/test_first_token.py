@@ -37,6 +37,8 @@ def paced(gaps_s: list[float]) -> FirstTokenPacing:
 def test_gaps_over_the_target_are_held_down_to_it() -> None:
     pacing = paced([0.100] * 20)
     assert pacing.hold_s("chat", 0.2) == pytest.approx(0.1 - 0.9 * 0.075)
+    assert pacing.hold_s("chat", 0.2, deadline_s=0.22) == pytest.approx(0.98 * 0.22 - 0.2)
+    assert pacing.hold_s("chat", 0.2, deadline_s=0.2) == 0.0
     assert pacing.hold_s("plain", 0.2) == 0.0  # it promises no gap
     assert pacing.hold_s("unknown", 0.2) == 0.0
 
