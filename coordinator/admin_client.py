@@ -107,6 +107,8 @@ def _as_shown(row: dict[str, Any]) -> dict[str, Any]:
         row = {name: value for name, value in row.items() if name not in ("blocks_total", *NOW)}
     if state == "lost" and row.get("left"):
         state = "left"
+    if row.get("overdue"):
+        state = "hung"
     becomes = row.get("becomes")
     return {**row, "state": f"{state}, becomes {becomes}" if becomes else state}
 

@@ -45,7 +45,7 @@ from common.messages import (
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId
 from coordinator.admission import Admission
 from coordinator.attempts import Attempts
-from coordinator.departures import Departures
+from coordinator.departures import SILENT, Departures
 from coordinator.dispatcher import Dispatcher
 from coordinator.forecast import Forecaster
 from coordinator.intake import Intake
@@ -241,7 +241,10 @@ class Cluster:
     def worker_died(self, worker_id: WorkerId, incarnation: Incarnation, now: float) -> list[Effect]:
         """Its process is known to be gone: nobody need wait for heartbeats. Idempotent."""
         worker = self.registry.get(worker_id, incarnation)
-        if worker is None or worker.lost:
+        if worker is None:
+            return []
+        worker.ended, worker.overdue = True, False
+        if worker.lost:
             return []
         self.registry.mark_lost(worker)
         return self.departures.lost(worker, "died", now) + self._dispatcher.give_out(now)
@@ -340,7 +343,8 @@ class Cluster:
         """Deaths, deadlines, unanswered commands, unheld requests, and the queue."""
         effects: list[Effect] = []
         for worker in self.registry.expire(now):
-            effects += self.departures.lost(worker, "stopped answering", now)
+            effects += self.departures.lost(worker, SILENT, now)
+        self.departures.look(now)
         if now >= self._next_look:
             self._next_look = now + self._ask_again_s / 4
             self._dispatcher.room_made = True
@@ -353,7 +357,7 @@ class Cluster:
         """When `turn` must be called at the latest; None while there is nothing to watch."""
         if len(self.tracker):
             return max(now, self._next_look)
-        return now + 0.5 if self.registry.live() else None
+        return now + 0.5 if self.registry.awaits else None
 
     # ------------------------------------------------------------ when we err
 

@@ -4,6 +4,7 @@ A drain is by level, as everything is: the worker is told after every heartbeat 
 nothing new is given to it, so its going is neither a loss nor a death of the requests that it gives back.
 
     ready ─ change_role ─▶ draining ─ its process ends ─▶ starting ─ registers under its other id ─▶ ready
+    draining ─ it falls silent, and never said that it drains ─▶ lost ─ by its deadline overdue, and killed ─▶ starting
     A death amid the drain: whoever starts it again does so in the role that it had, and the change is off. A death
     after it: in the new one.
 """
@@ -21,6 +22,8 @@ from coordinator.attempts import Attempts
 from coordinator.errors_http import Conflict
 from coordinator.registry import Registry, Worker
 from coordinator.tracker import Tracker
+
+SILENT = "stopped answering"
 
 
 class Departures:
@@ -109,9 +112,10 @@ class Departures:
 
     def lost(self, worker: Worker, how: str, now: float) -> list[Effect]:
         """It is marked lost already: what it held goes on elsewhere."""
-        if worker.draining:
+        if worker.draining and (worker.drains or how != SILENT):
             how = "left"  # as it was told to, or by a signal
         else:
+            how += ": it was to drain, and never said that it does" if worker.draining else ""
             self._counters.add("workers_lost_total", role=worker.role)
         self._notices.append(f"{worker.role} worker {worker.id} {how}")
         effects: list[Effect] = []
@@ -120,6 +124,14 @@ class Departures:
                 continue
             effects += self._attempts.lost_holder(tracked, worker, how, now)
         return effects
+
+    def look(self, now: float) -> None:
+        """Says who hangs. Whoever started it must end it: `kvferry serve` looks for such ones."""
+        for worker in self._registry.overdue(now):
+            self._notices.append(
+                f"{worker.role} worker {worker.id} was to leave and has not: it hangs, process {worker.card.pid} on "
+                f"{worker.card.host}"
+            )
 
     def replaced(self, worker: Worker, before: Worker | None, now: float) -> list[Effect]:
         """`worker` has registered, `before` was there under its name: that life is over, and so is the one in the other

@@ -45,6 +45,7 @@ from transfer.cluster_key import key_of
 COORDINATOR = "coordinator"
 POLL_INTERVAL_S = 0.1
 STILL_LOADING_EVERY_S = 15.0
+LOOK_FOR_HUNG_EVERY_S = 2.0
 # On top of --shutdown-timeout: to write the last bytes and leave.
 LEAVING_S = 5.0
 WORKERS_LEAVING_S = 10.0
@@ -200,6 +201,7 @@ class _Service:
     async def _until_end(self, supervisor: Supervisor) -> int:
         asked = asyncio.create_task(self._signals.get())
         ready = asyncio.create_task(self._until_ready(supervisor))
+        hung = asyncio.create_task(self._end_hung(supervisor))
         ends: set[asyncio.Future[Any]] = {asked, supervisor.gave_up}
         try:
             await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,6 +211,7 @@ class _Service:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
+            hung.cancel()
         if supervisor.gave_up.done():
             return self._give_up(supervisor.gave_up.result())
         return await self._drain(supervisor, asked.result())
@@ -232,6 +235,18 @@ class _Service:
                     said_s = time.monotonic()
                     self._say("kvferry", text)
                 await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _end_hung(self, supervisor: Supervisor) -> None:
+        """Kills, again and again, those of ours that were told to leave, by an operator, and hang."""
+        while True:
+            await asyncio.sleep(LOOK_FOR_HUNG_EVERY_S)
+            try:
+                rows = await asyncio.to_thread(admin_client.workers, self._plan.url, self._key, self._tls)
+            except admin_client.Unreachable:
+                continue
+            for row in rows:
+                if row.get("overdue"):
+                    supervisor.end_hung(row["id"], row["pid"], comes_back=row["becomes"] is not None)
 
     def _look(self, pids: dict[str, int]) -> tuple[list[dict[str, Any]], str]:
         """Rows of /admin/workers, and what is still missing ("" when nothing is)."""

@@ -40,7 +40,10 @@ class Worker:
     load: Load = _NO_LOAD
     progress_age_s: float = 0.0
     draining: bool = False
+    drains: bool = False  # … by its own word
     drain_until: float | None = None  # it was told to drain by then
+    overdue: bool = False  # … and has not left: it hangs
+    ended: bool = False  # its process is known to be gone
     becomes: Role | None = None  # … and to come back as that
     came_back: bool = False  # it did, under its other id
     lost: bool = False
@@ -66,8 +69,13 @@ class Worker:
     @property
     def state(self) -> str:
         if self.lost:
-            return "lost" if self.becomes is None else "starting"
+            return "starting" if self.becomes is not None and self.left else "lost"
         return "draining" if self.draining else "ready"
+
+    @property
+    def left(self) -> bool:
+        """It went as it was told to. (Who falls silent without a word of the drain hangs, as far as anybody knows.)"""
+        return self.lost and self.draining and (self.drains or self.ended)
 
     def totals(self) -> dict[str, float]:
         """Counters over all incarnations: they never step back."""
@@ -186,7 +194,8 @@ class Registry:
         worker.heard_at = now
         worker.load = self._with_step_model(message.load, worker.role)
         worker.progress_age_s = message.progress_age_s
-        worker.draining = message.draining or worker.drain_until is not None
+        worker.drains = message.draining
+        worker.draining = worker.drains or worker.drain_until is not None
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.
         risen = {n: max(v, worker.counters.get(n, 0.0)) for n, v in message.counters.items()}
         worker.counters = {**worker.counters, **_sound(risen, worker.counters)}
@@ -249,7 +258,8 @@ class Registry:
             self._listening_since = now
         self._looked_at = now
         for worker in self._workers.values():
-            if worker.lost and now - worker.heard_at > COMES_BACK_WITHIN_S:
+            since = worker.heard_at if worker.left else max(worker.heard_at, worker.drain_until or 0.0)
+            if worker.lost and now - since > COMES_BACK_WITHIN_S:
                 worker.becomes = None
         lost = [
             worker
@@ -260,6 +270,28 @@ class Registry:
         for worker in lost:
             self.mark_lost(worker)
         return lost
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Those found by now that were to leave and did not, each once: silent since before their deadline, or longer
+        after it than a step may take."""
+        found = [worker for worker in self._workers.values() if self._is_overdue(worker, now)]
+        for worker in found:
+            worker.overdue = True
+        return found
+
+    def _may_be_overdue(self, worker: Worker) -> bool:
+        return worker.drain_until is not None and not (worker.overdue or worker.ended or worker.came_back)
+
+    def _is_overdue(self, worker: Worker, now: float) -> bool:
+        if worker.drain_until is None or not self._may_be_overdue(worker):
+            return False
+        silent = worker.lost and not worker.drains
+        return now > worker.drain_until + (0.0 if silent else self._hung_after_s)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether somebody may yet be found lost, overdue or not to come back."""
+        return any(not w.lost or w.becomes or self._may_be_overdue(w) for w in self._workers.values())
 
     def max_model_len(self) -> int | None:
         """The longest prompt and answer together that fits, alone, into any live worker."""
@@ -297,7 +329,8 @@ def _row(worker: Worker) -> dict[str, Any]:
         "host": card.host,
         "address": card.address.control,
         "state": worker.state,
-        "left": worker.lost and worker.draining,
+        "left": worker.left,
+        "overdue": worker.overdue,
         "becomes": worker.becomes,
         "running": load.running,
         "waiting": load.waiting,

@@ -8,6 +8,8 @@ A child that ends in order to come back in another role (`common/coming_back.py`
 once, by its other command line, and by that one also when it dies later. Where it cannot live so, it gets its first
 one back.
 
+One that was to leave and hangs is killed (`end_hung`), and has then left as it was to.
+
 Ways out, and what ends the children: `stop` asks them in turn and kills who overstays; `kill_all` does not ask;
 when this process dies without either, the pipe closes and each child leaves by itself (`common/parent_watch.py`).
 Children run in sessions of their own, so that a Ctrl-C in the terminal reaches this process alone and the order
@@ -70,6 +72,7 @@ class _Child:
     place: str
     spec: ChildSpec
     process: asyncio.subprocess.Process
+    comes_back: bool = False  # killed because it did not go by itself to come back in another role
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES_KEPT))
 
 
@@ -119,6 +122,16 @@ class Supervisor:
             self._signal(wanted, signal.SIGKILL)
         await self.kill_all()
         return clean
+
+    def end_hung(self, name: str, pid: int, *, comes_back: bool) -> None:
+        """Kills the child that is `name` now and process `pid`: it was to leave and did not. It is started again as one
+        that left; if it was to come back in another role, in that one. Nothing where that life is over."""
+        for child in self._children.values():
+            process = child.process
+            if (child.spec.name, process.pid, process.returncode) == (name, pid, None):
+                self._say(name, f"hangs, process {pid}: it was to leave and has not; killed")
+                child.comes_back = comes_back
+                process.kill()
 
     async def kill_all(self) -> None:
         """Ends every child at once and waits until the system has taken them back."""
@@ -204,6 +217,8 @@ class Supervisor:
         assert child.process.stdout is not None
         reading = asyncio.create_task(self._pass_on_lines(child, child.process.stdout))
         code = await child.process.wait()
+        if child.comes_back and code == -signal.SIGKILL:
+            code = COMES_BACK
         # A grandchild may hold the pipe open: what the child said is in the buffer, nothing more is awaited.
         await asyncio.wait([reading], timeout=0.5)
         reading.cancel()

@@ -66,6 +66,8 @@ class WorkerRow(Answer):
     """Only a ready one gets requests. Starting: it has left its role, and is about to come back in the other one."""
     left: bool
     """Whether a lost or starting one went as it was told to, and did not die."""
+    overdue: bool
+    """Whether it was to leave, and has not though its deadline has passed: it hangs."""
     becomes: Literal["prefill", "decode"] | None
     """The role that it was told to change to, under an id of its own; null while it is to stay what it is."""
     running: Count

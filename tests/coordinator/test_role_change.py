@@ -121,6 +121,47 @@ def test_who_does_not_come_back_is_lost_after_a_while() -> None:
     assert rows(bench)["d1"] == ("decode", "lost", None)
 
 
+def test_who_falls_silent_and_never_said_that_it_drains_is_lost_and_overdue_then() -> None:
+    """A process that is stopped. Whoever started it kills it: only then it is on its way."""
+    bench = four()
+    change(bench, "d1", "prefill", 20.0)
+
+    def at(now: float) -> tuple[tuple[str, str, str | None], bool, bool]:
+        while bench.now < now:
+            bench.now += 1.0
+            for name in ("p0", "p1", "d0"):
+                bench.say(name, heartbeat())
+            bench.turn()
+        (row,) = [row for row in bench.cluster.registry.rows() if row["id"] == "d1"]
+        return rows(bench)["d1"], row["left"], row["overdue"]
+
+    assert at(2.0) == (("decode", "draining", "prefill"), False, False)
+    for now in (4.0, 20.0):
+        assert at(now) == (("decode", "lost", "prefill"), False, False)
+    assert "never" in bench.cluster.notices[-1]
+    assert bench.cluster.counters.total("workers_lost_total") == 1
+    for now in (21.0, 22.0):
+        assert at(now) == (("decode", "lost", "prefill"), False, True)
+    assert len([notice for notice in bench.cluster.notices if "it hangs, process 1 on h" in notice]) == 1
+    leave(bench, "d1")
+    assert at(23.0) == (("decode", "starting", "prefill"), True, False)
+    bench.join(NEW, incarnation=2)
+    assert rows(bench)[NEW] == ("prefill", "ready", None) and "d1" not in rows(bench)
+
+
+def test_who_drains_and_is_silent_then_has_left_as_far_as_anybody_knows() -> None:
+    """A worker on another machine, say, that loads its model; but not for longer than a step may take."""
+    bench = ClusterBench("d0")
+    bench.cluster.departures.drain(WorkerId("d0"), 5.0, bench.now)
+    bench.say("d0", heartbeat(draining=True))
+    overdue = []
+    for now in (4.0, 64.0, 66.0):
+        bench.turn(at=now)
+        assert bench.cluster.next_deadline(now) == (now + 0.5 if now < 65.0 else None)
+        overdue.append(bench.cluster.registry.rows()[0]["overdue"])
+    assert overdue == [False, False, True] and bench.cluster.registry.rows()[0]["left"]
+
+
 def test_asked_again_the_earlier_deadline_counts() -> None:
     bench = four()
     change(bench, "d1", "prefill", 10.0)

@@ -178,6 +178,29 @@ def test_who_cannot_live_in_its_other_role_gets_its_first_one_back(code: int) ->
     run(story)
 
 
+def test_who_hangs_when_it_is_to_come_back_is_killed_and_comes_back() -> None:
+    async def story() -> None:
+        stage = Stage(comes_back("a", script("b", CHANGING)), script("c", SLEEPER))
+        stage.supervisor.settled = True
+        await stage.until(lambda: stage.said("a", "up") == stage.said("c", "up") == 1)
+        pids = stage.supervisor.pids
+        os.kill(pids["a"], signal.SIGSTOP)
+        stage.supervisor.end_hung("a", pids["c"], comes_back=True)
+        stage.supervisor.end_hung("b", pids["a"], comes_back=True)
+        assert stage.said("a", "hangs") == stage.said("c", "hangs") == 0, (
+            "another life, by its id or its process"
+        )
+        stage.supervisor.end_hung("a", pids["a"], comes_back=True)
+        await stage.until(lambda: stage.said("b", "up") == 1)
+        assert stage.said("a", "left its role, starting it as b") == 1
+        stage.supervisor.end_hung("b", stage.supervisor.pids["a"], comes_back=False)
+        await stage.until(lambda: stage.said("b", "up") == 2)
+        assert stage.said("b", "died (ended by SIGKILL), starting it again in 0.1 s") == 1
+        await stage.supervisor.kill_all()
+
+    run(story)
+
+
 def test_a_program_that_is_not_there_is_a_death_like_another() -> None:
     async def story() -> None:
         stage = Stage(ChildSpec("a", ("/nowhere/program",)))
