@@ -29,6 +29,8 @@ WithKeys = TypeVar("WithKeys", bound="CoordinatorSettings")
 
 MAX_PRIORITY = 2**31 - 1
 MAX_TIER_NAME_CHARS = 64
+LEAST_WEIGHT = 1e-3
+"""What a tier was served is divided by its weight: one next to nothing would never have its turn again."""
 
 NEEDS_COLLOCATED = "forms its batches where prompts are computed and decoded in one place"
 
@@ -39,7 +41,7 @@ class Tier(Strict):
     ttft_ms: float | None = Field(default=None, gt=0)
     itl_ms: float | None = Field(default=None, gt=0)
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    weight: float = Field(default=1, gt=0, le=1e6)
+    weight: float = Field(default=1, ge=LEAST_WEIGHT, le=1e6)
     max_queue: int | None = Field(default=None, ge=1)  # beside --max-queue
     max_priority_offset: int | None = Field(default=None, ge=0)
     """How far from the tier's class a request's `priority` may move it. Absent: later as far as it likes, sooner to

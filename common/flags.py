@@ -288,12 +288,13 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _one_line(model: type[BaseModel], error: ValidationError, of_file: Set[str]) -> tuple[str, str]:
-    """What is wrong first, and the field it is about ("" when about several). `of_file`: fields set by a file."""
+    """What is wrong first, and the field it is about (no such name when about several). `of_file`: fields set
+    by a file."""
     first = error.errors(include_url=False)[0]
     place = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
-    if not place:
-        return message, ""
+    if not place:  # of several at once: a message that begins with a key is about that
+        return message, message.partition(":")[0].partition(".")[0].partition(" ")[0]
     field = place[0]
     where = ".".join(place) if field in of_file else _source(model, field)
     if first["type"] == "extra_forbidden":

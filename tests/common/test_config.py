@@ -114,6 +114,7 @@ def test_tiers_come_from_the_file_and_default_is_always_there(tmp_path: Path) ->
             ["kvferry.toml: tiers.a.api_key_file: expected the path of a file, in quotes"],
         ),
         ("api_key_file = [3]", ["kvferry.toml: api_key_file: expected the path of a file, in quotes"]),
+        ("[tiers.a]\nweight = 5e-324", ["kvferry.toml: tiers.a.weight", "equal to 0.001", "5e-324"]),
         ("[tiers.a]\nttft_ms = nan", ["tiers.a.ttft_ms", "finite"]),
         ("[tiers.a]\nttft = 5", ["kvferry.toml", "'tiers.a.ttft'", "did you mean ttft_ms?"]),
         ("tiers = 5", ["kvferry.toml: tiers: expected tables", "[tiers.NAME]", "5"]),
@@ -202,15 +203,16 @@ def test_a_bad_file_of_a_tiers_keys_is_refused_and_no_key_is_shown(
 
 
 def test_a_tier_that_no_request_could_name_is_refused(tmp_path: Path) -> None:
-    assert "tiers.auto" in refusal("--config", write(tmp_path, "[tiers.auto]\nweight = 2\n"))
+    message = refusal("--config", write(tmp_path, "[tiers.auto]\nweight = 2\n"))
+    assert "kvferry.toml: tiers.auto: " in message
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\\nb", " gold"])
 def test_a_tier_has_a_name_that_fits_a_label(name: str, tmp_path: Path) -> None:
     message = refusal("--config", write(tmp_path, f'[tiers."{name}"]\nweight = 2\n'))
-    assert (
-        f"tiers.'{name[:64]}" in message and "1 to 64 printable characters" in message and len(message) < 200
-    )
+    _, _, fault = message.partition("kvferry.toml: ")
+    assert fault.startswith(f"tiers.'{name[:64]}")
+    assert "1 to 64 printable characters" in fault and len(fault) < 200
     assert list(serve("--config", write(tmp_path, f'[tiers."{"é" * 64}"]\nweight = 2\n')).tiers) == ["é" * 64]
 
 
