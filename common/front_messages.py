@@ -33,6 +33,7 @@ class Rejected(Message):
     reason: Why
     retry_after_s: Seconds = 0.0
     code: str = ""  # where the error's own does not say enough
+    param: str = ""  # the field of the request that is at fault, where one is
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,10 @@ class Admission:
     def rejection(self, requests: Sequence[Request], *, draining: bool) -> Rejected | None:
         """None when the group may wait in the queue."""
 
-        def no(error: str, reason: str, retry_after_s: float = 0.0, code: str = "") -> Rejected:
-            return Rejected(requests[0].request_id, error, reason, retry_after_s, code)
+        def no(
+            error: str, reason: str, retry_after_s: float = 0.0, code: str = "", param: str = ""
+        ) -> Rejected:
+            return Rejected(requests[0].request_id, error, reason, retry_after_s, code, param)
 
         if draining:
             return no("NoWorker", "the service is shutting down")
@@ -66,7 +68,8 @@ class Admission:
         tier = requests[0].tier
         never = self._queue.never_fits(len(requests), tokens, tier)
         if never is not None:
-            return no("BadRequest", never, code="too_many_choices")
+            param = "n" if any(request.follows for request in requests) else "prompt"
+            return no("BadRequest", never, code="too_many_choices", param=param)
         full = self._queue.full_for(len(requests), tokens, tier)
         return None if full is None else no("NotAdmitted", full, self._dispatcher.retry_after_s())
 

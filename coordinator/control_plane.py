@@ -384,4 +384,4 @@ def _rejection(message: Rejected, *, draining: bool) -> KvferryError:
     code = message.code or CODES[error]
     if error is NoWorker and draining:
         code = SHUTTING_DOWN
-    return error(reason, code=code)
+    return error(reason, code=code, param=message.param or None)

@@ -54,9 +54,11 @@ class WaitingQueue:
 
     def never_fits(self, requests: int, tokens: int, tier: str = "") -> str | None:
         """Why so many requests at once, with so many prompt tokens in all, could not even wait here alone."""
-        most = min(self._max_requests, self._tier_limits.get(tier, self._max_requests))
+        of_tier = self._tier_limits.get(tier, self._max_requests)
+        most = min(self._max_requests, of_tier)
         if requests > most:
-            limit = f"the {most} requests that may wait here"
+            whose = "" if most == self._max_requests else f" in tier {tier} (its max_queue)"
+            limit = f"the {most} requests that may wait here{whose}"
             return f"{requests} choices at once are more than {limit}; lower n or send fewer prompts"
         if requests > 1 and tokens > self._max_tokens:
             limit = f"the {self._max_tokens} that may wait here"

@@ -23,7 +23,7 @@ from common.request import (
     pack_ids,
 )
 from coordinator.cluster import Cluster
-from coordinator.control_plane import FRONT, ControlPlane
+from coordinator.control_plane import FRONT, ControlPlane, _rejection
 from coordinator.metrics import Metrics
 from coordinator.queue import WaitingQueue
 from coordinator.registry import Registry
@@ -55,7 +55,16 @@ def test_what_could_never_wait_here_is_no_matter_of_later(count: int, tokens: in
     bench.submit(*(request(f"a{number}", tokens) for number in range(count)))
     assert isinstance(bench.fronts[-1], Rejected)
     assert (bench.fronts[-1].error, bench.fronts[-1].code) == ("BadRequest", "too_many_choices")
+    assert bench.fronts[-1].param == "prompt"
     bench.check_settled()
+
+
+def test_too_many_choices_of_one_prompt_are_too_large_an_n() -> None:
+    bench = ClusterBench("p0", "d0", max_requests=4)
+    one, *others = (request(f"a{number}") for number in range(5))
+    bench.submit(replace(one, leader="a0"), *(replace(other, leader="a0") for other in others))
+    assert isinstance(bench.fronts[-1], Rejected)
+    assert _rejection(bench.fronts[-1], draining=False).param == bench.fronts[-1].param == "n"
 
 
 def test_one_that_cannot_fit_refuses_all() -> None:
