@@ -45,10 +45,13 @@ class Departures:
 
     def drain(self, worker_id: WorkerId, deadline_s: float, now: float) -> list[Effect] | None:
         """It gets nothing new from now on, finishes what it has within `deadline_s`, gives back the rest, and leaves.
-        None where there is no such worker, or it is lost. Idempotent; the earlier deadline counts."""
+        None where there is no such worker. Idempotent; the earlier deadline counts. Raises Conflict where it is
+        lost."""
         worker = self._registry.get(worker_id)
-        if worker is None or worker.lost:
+        if worker is None:
             return None
+        if worker.lost:
+            raise _is_lost(worker)
         self._registry.drain(worker, now + deadline_s)
         self._notices.append(f"{worker.role} worker {worker_id} is to drain within {deadline_s:g} s")
         return self.say_drain(worker, now)
@@ -78,15 +81,11 @@ class Departures:
         return self.say_drain(worker, now)
 
     def _check_may_change(self, worker: Worker, role: Role) -> None:
+        if worker.lost:
+            raise _is_lost(worker)
         if worker.becomes is not None:
             raise Conflict(
                 f"Worker {worker.id} is on its way to the {worker.becomes} role.", code="worker_draining"
-            )
-        if worker.lost:
-            name = id_in_other_role(worker.id, worker.role)
-            raise Conflict(
-                f"Worker {worker.id} {f'is {name} now' if worker.came_back else 'is lost'}.",
-                code="worker_lost",
             )
         if worker.role == role:
             return
@@ -150,3 +149,15 @@ class Departures:
             changed.becomes, changed.came_back = None, True
             self._counters.add("role_changes_total", role=worker.role)
         return effects
+
+
+def _is_lost(worker: Worker) -> Conflict:
+    """Nothing can be asked of it before it, or whoever comes in its place, has registered."""
+    name = id_in_other_role(worker.id, worker.role)
+    if worker.came_back:
+        what = f"is {name} now"
+    elif worker.becomes is not None:
+        what = f"is expected back as {name}: ask for that one once it is here"
+    else:
+        what = f"{'has left' if worker.left else 'is lost'}: ask again once it is back"
+    return Conflict(f"Worker {worker.id} {what}.", code="worker_lost")

@@ -85,6 +85,11 @@ def shown(name: str) -> str:
     return plain if len(name) <= MAX_NAME_CHARS else plain + "…"
 
 
+def quoted(name: str) -> str:
+    """The same in quotes, with what cannot be printed escaped once."""
+    return repr(name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "…")
+
+
 def error_object(error: KvferryError) -> bytes:
     message = error.message
     if len(message) > MAX_MESSAGE_CHARS:
@@ -112,7 +117,7 @@ def _retry_after_s(error: KvferryError) -> float | None:
 
 def model_not_found(asked: str, served: tuple[str, ...]) -> ModelNotFound:
     return ModelNotFound(
-        f"The model {shown(asked)!r} is not served here. Served: {', '.join(served)}.",
+        f"The model {quoted(asked)} is not served here. Served: {', '.join(served)}.",
         param="model",
         code="model_not_found",
     )

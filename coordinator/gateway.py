@@ -84,7 +84,7 @@ class Gateway(Protocol):
 
     def drain_worker(self, worker_id: str, deadline_s: float) -> dict[str, Any] | None:
         """Its row, draining already: nothing new for it, what runs there may end within `deadline_s`, then its process
-        ends. None when there is no such worker. Idempotent."""
+        ends. None when there is no such worker. Idempotent. Raises Conflict where it is lost."""
 
     def set_role(self, worker_id: str, role: Role, deadline_s: float) -> dict[str, Any] | None:
         """Its row: `becomes` says the role that it comes back in once it is drained, None where it has that one. None

@@ -34,6 +34,7 @@ from coordinator.errors_http import (
     error_object,
     internal_error,
     model_not_found,
+    quoted,
     shown,
 )
 from coordinator.first_token import FirstTokenPacing
@@ -196,7 +197,7 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
         found = gateway.timeline(request_id)
         if found is None:
             raise ObjectNotFound(
-                f"No request {shown(request_id)!r} is known here, or it was forgotten: "
+                f"No request {quoted(request_id)} is known here, or it was forgotten: "
                 f"the {RECENT_LIMIT} that ended last are kept.",
                 code="request_not_found",
             )

@@ -17,7 +17,7 @@ from common.errors import BadRequest, NoWorker, UnsupportedField
 from common.request import FrontId, Grammar, Request, RequestId, SamplingParams, pack_ids, unpack_ids
 from coordinator.answer_size import check_echoed_bytes, check_echoed_logprobs, check_whole, most_tokens
 from coordinator.echo import EchoedPrompt, echoed_prompt
-from coordinator.errors_http import model_not_found, shown
+from coordinator.errors_http import model_not_found, quoted
 from coordinator.gateway import Gateway
 from coordinator.openai.schema import MAX_CHOICES, ChatFields, CompletionFields, TextFields
 from coordinator.openai.schema_keywords import first_fault
@@ -230,7 +230,7 @@ class RequestBuilder:
             id = int(key) if digits and key == str(int(key)) else -1  # "01" would be a second name of 1
             if not 0 <= id < self._tokenizer.vocab_size:
                 raise BadRequest(
-                    f"logit_bias: {shown(key)!r} is not a token id of this model, which has 0 to "
+                    f"logit_bias: {quoted(key)} is not a token id of this model, which has 0 to "
                     f"{self._tokenizer.vocab_size - 1}.",
                     param="logit_bias",
                     code="invalid_value",

@@ -15,8 +15,7 @@ from starlette.responses import Response
 from common.messages import Role
 from coordinator.door.json_answer import JsonAnswer
 from coordinator.door.limits import Limits
-from coordinator.drain_api import ACCEPTED, DrainFields
-from coordinator.errors_http import ObjectNotFound, shown
+from coordinator.drain_api import ACCEPTED, DrainFields, no_such_worker
 from coordinator.gateway import Gateway
 from coordinator.openai.fields import first_fault
 
@@ -41,7 +40,7 @@ def add_role_route(app: FastAPI, gateway: Gateway, limits: Limits) -> None:
         async def work(fields: RoleFields) -> tuple[int, bytes]:
             row = gateway.set_role(worker_id, fields.role, fields.deadline_s)
             if row is None:
-                raise ObjectNotFound(f"No worker {shown(worker_id)!r} is here.", code="worker_not_found")
+                raise no_such_worker(worker_id)
             return NOTHING_TO_DO if row["becomes"] is None else ACCEPTED, json.dumps(row).encode()
 
         return JsonAnswer(read_role, work, limits)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from common.config import Tier
 from common.errors import BadRequest, UnsupportedField
-from coordinator.errors_http import shown
+from coordinator.errors_http import quoted
 
 OF_THE_KEY = (None, "auto")
 """Words for the tier of whoever asks: the key's, else the default one."""
@@ -47,7 +47,7 @@ class Tiers:
         if service_tier in self._tiers:
             return service_tier
         raise UnsupportedField(
-            f"service_tier: {shown(str(service_tier))!r} is not a tier of this server. Leave it out, or use one "
+            f"service_tier: {quoted(str(service_tier))} is not a tier of this server. Leave it out, or use one "
             f"of: {', '.join(dict.fromkeys(('auto', 'default', *self._tiers)))}.",
             param="service_tier",
             code="unsupported_value",

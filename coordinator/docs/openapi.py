@@ -137,7 +137,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         status=ACCEPTED,
         body=DrainFields,
         body_optional=True,
-        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, NotForPages, ObjectNotFound),
+        errors=(*OF_BODIES_WITHOUT_MODEL, NotAdmitted, NotForPages, ObjectNotFound, Conflict),
         example={"deadline_s": 60},
     ),
     Route(

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 from common.errors import BadRequest
-from coordinator.errors_http import shown
+from coordinator.errors_http import quoted
 
 MAX_DEPTH = 32
 MAX_NODES = 1 << 16
@@ -87,7 +87,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise BadRequest(f"The body names {shown(twice)!r} twice in one object.", code="invalid_json")
+        raise BadRequest(f"The body names {quoted(twice)} twice in one object.", code="invalid_json")
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from coordinator.errors_http import shown
+from coordinator.errors_http import quoted
 from coordinator.openai import neutral_fields
 from coordinator.openai.field_schema import describe_body
 from coordinator.openai.fields import UNKNOWN, UNSUPPORTED, Fields, Label, problem, refusal, whole_text
@@ -34,7 +34,7 @@ def _content(value: Any) -> Any:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise problem(f"part {index} must be an object with a type")
         if part["type"] not in ("text", "input_text"):
-            raise refusal(UNSUPPORTED, f"[{index}]", f"has type {shown(part['type'])!r}; only text is served")
+            raise refusal(UNSUPPORTED, f"[{index}]", f"has type {quoted(part['type'])}; only text is served")
         extra = next((key for key in part if key not in ("type", "text")), None)
         if extra is not None:
             raise refusal(UNKNOWN, f"[{index}].{extra}", "is not a field that we know")

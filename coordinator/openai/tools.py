@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, StringConstraints, Tag
 
 from coordinator.door.json_body import MAX_DEPTH, deeper_than
-from coordinator.errors_http import shown
+from coordinator.errors_http import quoted
 from coordinator.openai.fields import UNSUPPORTED, Fields, Label, problem, refusal, whole_text
 
 MAX_TOOLS = 128
@@ -51,7 +51,7 @@ def json_bytes(value: Any) -> int:
 
 def _function_only(value: Any) -> Any:
     if isinstance(value, str) and value != "function":
-        raise refusal(UNSUPPORTED, "", f"{shown(value)!r} is not served; only function is")
+        raise refusal(UNSUPPORTED, "", f"{quoted(value)} is not served; only function is")
     return value
 
 
@@ -83,7 +83,7 @@ def _template_kwargs(values: dict[str, Any]) -> dict[str, Any]:
         if name in RESERVED_TEMPLATE_NAMES or name.endswith("_token"):
             raise problem(f"may not set {name!r}, which the template gets from the server")
         if re.fullmatch(_TEMPLATE_NAME, name) is None:
-            raise problem(f"{shown(name)!r} is no name that a template could use")
+            raise problem(f"{quoted(name)} is no name that a template could use")
     if json_bytes(values) > MAX_TEMPLATE_BYTES:
         raise problem(f"may have at most {MAX_TEMPLATE_BYTES} bytes")
     return values

@@ -103,6 +103,8 @@ def test_a_body_that_is_none_asks_nobody_to_leave(
 def test_an_unknown_worker(client: httpx.Client, path: str) -> None:
     answer = client.post(path.replace("decode-0", "nobody"), json=NEEDED[path])
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
+    answer = client.post(path.replace("decode-0", "%00"), json=NEEDED[path])
+    assert answer.json()["error"]["message"] == r"No worker '\x00' is here.", "escaped once"
 
 
 def test_what_the_cluster_refuses_is_a_409(served: Served, client: httpx.Client) -> None:

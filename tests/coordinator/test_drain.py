@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.front_messages import RequestEnded
 from common.messages import Abort, Drain, Ended, HeartbeatAck, Message, Prefill, Started
 from common.request import Incarnation, WorkerId
 from coordinator import admin_client
+from coordinator.errors_http import Conflict
 from tests.coordinator.cluster_bench import ClusterBench, heartbeat, request
 
 P0 = WorkerId("p0")
@@ -64,10 +67,31 @@ def test_asked_again_the_earlier_deadline_counts() -> None:
 
 
 def test_unknown_and_lost_workers_cannot_be_drained() -> None:
+    """And whoever would have a lost one in another role hears the same."""
     bench = four()
-    assert bench.cluster.departures.drain(WorkerId("p9"), 1.0, bench.now) is None
+    departures = bench.cluster.departures
+    assert departures.drain(WorkerId("p9"), 1.0, bench.now) is None
+
+    def refusal() -> str:
+        with pytest.raises(Conflict) as refused:
+            departures.drain(P0, 1.0, bench.now)
+        with pytest.raises(Conflict, match=f"^{refused.value.message}$") as of_role:
+            departures.change_role(P0, "prefill", 1.0, bench.now)
+        assert of_role.value.code == refused.value.code == "worker_lost"
+        return refused.value.message
+
     leave(bench, "p0")
-    assert bench.cluster.departures.drain(P0, 1.0, bench.now) is None
+    assert refusal() == "Worker p0 is lost: ask again once it is back."
+    bench.join("p0", incarnation=2)
+    drain(bench, "p0")
+    leave(bench, "p0")
+    assert refusal() == "Worker p0 has left: ask again once it is back."
+    bench.join("p0", incarnation=3)
+    departures.change_role(P0, "decode", 1.0, bench.now)
+    leave(bench, "p0")
+    assert refusal() == "Worker p0 is expected back as decode-from-p0: ask for that one once it is here."
+    bench.join("decode-from-p0", incarnation=4)
+    assert refusal() == "Worker p0 is decode-from-p0 now."
 
 
 def test_who_leaves_after_a_drain_is_not_counted_as_lost() -> None:
