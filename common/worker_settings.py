@@ -78,6 +78,15 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
         ge=1,
         le=MOST_THREADS,
     )
+    spare_threads: int | None = flag(
+        None,
+        "more of them in the C kernels, which do not wait for those that find no core: what one pool leaves idle "
+        "another computes with; absent: none, and under `kvferry serve` without --threads as many again, as far as "
+        "there are cores",
+        "process",
+        ge=0,
+        le=MOST_THREADS,
+    )
 
     @model_validator(mode="after")
     def _timeout_of_batches(self) -> Self:

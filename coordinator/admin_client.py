@@ -85,7 +85,7 @@ TITLES = {
 }
 
 
-def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, int] | None = None) -> Table:
+def workers_table(rows: list[dict[str, Any]], threads_of_pid: Mapping[int, str] | None = None) -> Table:
     """One line per worker: with what it has on its hands now, or at start with the threads it was given."""
     last = NOW if threads_of_pid is None else ("threads", "address")
     columns = ("id", "role", "pid", "state", "blocks_total", *last)  # as many as 80 characters hold

@@ -36,7 +36,7 @@ from common.paths import child_environment, require_own_folders
 from common.roles import id_in_other_role, other_role
 from common.worker_settings import EngineSettings
 from coordinator import admin_client
-from coordinator.cores import available_cores, share_cores
+from coordinator.cores import Threads, available_cores, share_cores
 from coordinator.door.tls import own_client_context, server_context, why_refused
 from coordinator.model_folder import resolve_model
 from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
@@ -59,7 +59,7 @@ class Plan:
     url: str
     model_name: str
     specs: tuple[ChildSpec, ...]
-    threads: dict[str, int]
+    threads: dict[str, Threads]
     held: tuple[socket.socket, ...] = ()
 
 
@@ -87,7 +87,7 @@ def make_plan(settings: ServeSettings) -> Plan:
         f"decode-{i}" for i in range(settings.decode)
     ]
     shared = share_cores(available_cores(), len(names))
-    threads = {name: settings.threads or share for name, share in zip(names, shared, strict=True)}
+    threads = {name: _threads(settings, share) for name, share in zip(names, shared, strict=True)}
     specs = [_coordinator_spec(settings)]
     specs += [_worker_spec(settings, name, threads[name]) for name in names]
     return Plan(_url(settings, port), settings.model_name, tuple(specs), threads, tuple(held))
@@ -106,12 +106,19 @@ def _coordinator_spec(settings: ServeSettings) -> ChildSpec:
     )
 
 
-def _worker_spec(settings: ServeSettings, name: str, threads: int) -> ChildSpec:
+def _threads(settings: ServeSettings, share: Threads) -> Threads:
+    if settings.threads is not None:
+        return Threads(settings.threads, settings.spare_threads or 0)
+    return share if settings.spare_threads is None else Threads(share.own, settings.spare_threads)
+
+
+def _worker_spec(settings: ServeSettings, name: str, threads: Threads) -> ChildSpec:
     """With what it becomes when it changes its role."""
     role: Role = "prefill" if name.startswith("prefill") else "decode"
     shared = settings.model_copy(update={"gpu_memory_utilization": share_of_gpu(settings)})
-    argv = to_argv(shared, visible_fields(EngineSettings) - {"threads"})
-    argv += [f"--coordinator={settings.control}", f"--worker-id={name}", f"--threads={threads}"]
+    argv = to_argv(shared, visible_fields(EngineSettings) - {"threads", "spare_threads"})
+    argv += [f"--coordinator={settings.control}", f"--worker-id={name}"]
+    argv += [f"--threads={threads.own}", f"--spare-threads={threads.spare}"]
     other = ChildSpec(
         id_in_other_role(name, role),
         _command(MODULES[other_role(role)], flags_in_other_role(role, name, argv)),
@@ -302,7 +309,11 @@ class _Service:
         return death.code if death.code in FATAL_AT_FIRST_START else 1
 
     def _show_ready(self, rows: list[dict[str, Any]], supervisor: Supervisor) -> None:
-        threads = {pid: self._plan.threads.get(name, 0) for name, pid in supervisor.pids.items()}
+        threads = {
+            pid: str(self._plan.threads[name])
+            for name, pid in supervisor.pids.items()
+            if name in self._plan.threads
+        }
         self._out.print(admin_client.workers_table(rows, threads))
         lines = ready_lines(
             self._plan.url, self._plan.model_name, key_in_words(self._settings), tls_in_words(self._settings)

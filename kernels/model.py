@@ -117,10 +117,11 @@ def load_model(
     max_model_len: int,
     threads: int,
     progress: Progress | None = None,
+    spare_threads: int = 0,
 ) -> CausalModel:
     """Reads and prepares all weights. Projections that read the same input are joined into one product."""
     config = checkpoint.config
-    products = choose_products(device, threads)
+    products = choose_products(device, threads, spare_threads)
 
     def weight(name: str) -> torch.Tensor:
         return checkpoint.tensor(name).to(device, dtype)

@@ -31,8 +31,9 @@ class Products(Protocol):
         ...
 
 
-def choose_products(device: torch.device, threads: int) -> Products:
+def choose_products(device: torch.device, threads: int, spare_threads: int = 0) -> Products:
+    """`spare_threads`: more of them, for kernels that do not wait for those that find no core."""
     native = load_native()
     if device.type == "cpu" and native is not None:
-        return NativeProducts(native, threads)
+        return NativeProducts(native, threads + spare_threads)
     return ProbedProducts(device, threads)

@@ -263,12 +263,14 @@ def load_runner(
     max_num_seqs: int = 64,
     max_model_len: int | None = None,
     threads: int = 1,
+    spare_threads: int = 0,
     progress: Progress | None = None,
     pool_memory: PoolMemory | None = None,
     gpu: OnGpu | None = None,
     backend: BackendName = "auto",
 ) -> ModelRunner:
-    """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`; a GPU is profiled without.
+    """Loads a model and makes its cache. Give `num_blocks` or `kv_cache_bytes`; a GPU is profiled without. The C
+    kernels have `spare_threads` more than torch, which waits for each of its own, with a core or without.
 
     Raises `ModelNotFound` (no such model), `UnsupportedModel` (a field or tensor it does not honour) and
     `AskedTooMuch` (a length or a cache that cannot be had).
@@ -281,14 +283,21 @@ def load_runner(
     weight_dtype = resolve_dtype(dtype, config)
     gpu = gpu or OnGpu()
     choice = choose_backend(
-        place, config.head_dim, block_size, threads, weight_dtype, length, backend, gpu.fast_chunks
+        place,
+        config.head_dim,
+        block_size,
+        threads + spare_threads,
+        weight_dtype,
+        length,
+        backend,
+        gpu.fast_chunks,
     )
     heads = (config.num_layers, config.num_kv_heads, config.head_dim)
     layout = CacheLayout(*heads, block_size, weight_dtype, token_major=choice.on_device)
     num_blocks = asked_blocks(layout, place, num_blocks, kv_cache_bytes)
     with torch.inference_mode(), Checkpoint(folder, config) as checkpoint:
         revision = checkpoint.revision()
-        model = load_model(checkpoint, weight_dtype, place, choice, length, threads, progress)
+        model = load_model(checkpoint, weight_dtype, place, choice, length, threads, progress, spare_threads)
     if num_blocks is None:
         from kernels.gpu.memory import profiled_blocks
 

@@ -1,19 +1,31 @@
-/* A pool of threads that sleeps between calls; items are handed out by a counter. */
+/* A pool of threads that sleeps between calls; items are handed out by a counter.
+ *
+ * Whoever calls waits for those who hold an item, never for one that has not begun: where other processes have the cores,
+ * threads that find none cost nothing, and the caller does all of it itself. */
 #include "pool.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
+#define SPINS 1000 /* some 20 microseconds: the next product of a step mostly comes within them, and waking costs more */
+
 static pthread_mutex_t call_lock = PTHREAD_MUTEX_INITIALIZER; /* one parallel call at a time */
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
-static int pool_size, wanted, busy;
-static unsigned long generation;
+static int pool_size, wanted, is_open; /* under pool_lock */
+static atomic_int inside;              /* members that may hold an item; changed under pool_lock */
+static atomic_ulong generation;        /* likewise */
 static pool_work current_work;
 static const void *current_job;
 static long current_items;
 static atomic_long next_item;
+
+static void pause_a_little(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
 
 static void take_items(int member) {
     for (long item; (item = atomic_fetch_add(&next_item, 1)) < current_items;)
@@ -23,23 +35,23 @@ static void take_items(int member) {
 static void *pool_member(void *number) {
     const int member = (int)(intptr_t)number;
     unsigned long last = 0;
-    pthread_mutex_lock(&pool_lock);
     for (;;) {
-        while (generation == last || member > wanted) {
-            last = generation;
-            pthread_cond_wait(&wake, &pool_lock);
-        }
+        for (int spins = 0; spins < SPINS && atomic_load(&generation) == last; spins++) pause_a_little();
+        pthread_mutex_lock(&pool_lock);
+        while (!is_open || generation == last || member > wanted) pthread_cond_wait(&wake, &pool_lock);
         last = generation;
+        inside++;
         pthread_mutex_unlock(&pool_lock);
         take_items(member);
         pthread_mutex_lock(&pool_lock);
-        if (--busy == 0) pthread_cond_signal(&done);
+        if (--inside == 0 && !is_open) pthread_cond_signal(&done);
+        pthread_mutex_unlock(&pool_lock);
     }
     return NULL;
 }
 
-/* Wakes up to `members` threads of the pool, started on first use. */
-static void wake_members(int members) {
+/* Lets up to `members` threads of the pool, started on first use, have items. */
+static void open_to(int members) {
     pthread_mutex_lock(&pool_lock);
     while (pool_size < members) {
         pthread_t thread;
@@ -48,9 +60,19 @@ static void wake_members(int members) {
         pool_size++;
     }
     wanted = members < pool_size ? members : pool_size;
-    busy = wanted;
+    is_open = 1;
     generation++;
     pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&pool_lock);
+}
+
+static void close_and_wait(void) {
+    pthread_mutex_lock(&pool_lock);
+    is_open = 0;
+    pthread_mutex_unlock(&pool_lock);
+    for (int spins = 0; spins < SPINS && atomic_load(&inside); spins++) pause_a_little();
+    pthread_mutex_lock(&pool_lock);
+    while (inside) pthread_cond_wait(&done, &pool_lock);
     pthread_mutex_unlock(&pool_lock);
 }
 
@@ -66,10 +88,8 @@ void run_parallel(pool_work work, const void *job, long items, int threads) {
     current_job = job;
     current_items = items;
     atomic_store(&next_item, 0);
-    wake_members(threads - 1);
+    open_to(threads - 1);
     take_items(0);
-    pthread_mutex_lock(&pool_lock);
-    while (busy) pthread_cond_wait(&done, &pool_lock);
-    pthread_mutex_unlock(&pool_lock);
+    close_and_wait();
     pthread_mutex_unlock(&call_lock);
 }

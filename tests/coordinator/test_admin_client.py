@@ -29,16 +29,16 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def drawn(threads: dict[int, int] | None, width: int) -> str:
+def drawn(threads: dict[int, str] | None, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(workers_table(ROWS, threads))
     return out.getvalue()
 
 
 def test_the_table_at_start_fits_a_plain_terminal_whole() -> None:
-    text = drawn({1234567: 2, 99: 1}, 80)
+    text = drawn({1234567: "2+2", 99: "1"}, 80)
     assert "…" not in text
-    words = ["prefill-0", "prefill", "1234567", "draining", "29123", "2", "tcp://127.0.0.1:45678"]
+    words = ["prefill-0", "prefill", "1234567", "draining", "29123", "2+2", "tcp://127.0.0.1:45678"]
     assert next(line for line in text.splitlines() if "1234567" in line).split() == words
 
 

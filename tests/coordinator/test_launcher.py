@@ -20,6 +20,7 @@ from common.config import parse_coordinator, parse_serve, parse_worker
 from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment
 from coordinator import admin_client
+from coordinator.cores import Threads
 from coordinator.launcher import Plan, key_in_words, make_plan, ready_lines, reserve_port
 from coordinator.supervisor import ChildSpec
 from tests.processes import alive
@@ -47,7 +48,7 @@ def test_one_process_each_and_all_on_one_control_port() -> None:
         "prefill_node",
         "decode_node",
     ]
-    assert plan.threads == {"prefill-0": 3, "prefill-1": 3, "decode-0": 3}
+    assert plan.threads == dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), Threads(3))
     coordinator = parse_coordinator(flags(plan.specs[0]), {})
     workers = [parse_worker(flags(spec), "prefill") for spec in plan.specs[1:]]
     assert coordinator.port == 8123
@@ -70,6 +71,18 @@ def test_each_worker_may_come_back_in_the_other_role_with_the_same_settings() ->
         was, becomes = (parse_worker(flags(spec), "prefill") for spec in (first, other))
         assert becomes == was.model_copy(update={"worker_id": other.name})
         assert "--parent-fd={parent_fd}" in other.argv
+
+
+@pytest.mark.parametrize(
+    "argv, threads",
+    [((), Threads(2, 2)), (("--threads", "3"), Threads(3)), (("--spare-threads", "0"), Threads(2))],
+)
+def test_what_one_worker_leaves_idle_another_has_unless_told_otherwise(
+    argv: tuple[str, ...], threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.launcher.available_cores", lambda: 4)
+    worker = parse_worker(flags(plan_of(*argv).specs[1]), "prefill")
+    assert (worker.threads, worker.spare_threads) == (threads.own, threads.spare)
 
 
 @pytest.mark.parametrize(("prefill", "decode", "each"), [(1, 1, 0.45), (0, 1, 0.9), (1, 6, 0.1285)])
