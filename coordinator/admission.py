@@ -14,7 +14,7 @@ from common.lifecycle import Life, Phase
 from common.ordering import due_at
 from common.request import Request
 from coordinator.dispatcher import Dispatcher
-from coordinator.forecast import Forecaster, limit_s
+from coordinator.forecast import Forecaster, fits_after_s, limit_s
 from coordinator.placing import Placing
 from coordinator.prefixes import chain_of
 from coordinator.queue import WaitingQueue
@@ -92,7 +92,7 @@ class Admission:
         if forecast.ttft_s > within_s:
             promised = f"tier {request.tier} promises {targets.ttft_s:g} s"
             why = f"its first token would take {forecast.ttft_s:.2f} s, {promised}"
-            return Rejected(request.request_id, "NotAdmitted", why, forecast.ttft_s - within_s)
+            return Rejected(request.request_id, "NotAdmitted", why, fits_after_s(forecast, within_s))
         if forecast.spoils_s:
             why = f"others that wait would miss what they were promised for it, by {forecast.spoils_s:.2f} s"
             return Rejected(request.request_id, "NotAdmitted", why, forecast.spoils_s)

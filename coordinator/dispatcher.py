@@ -74,6 +74,8 @@ class Dispatcher:
     def enqueue(self, tracked: Tracked, now: float) -> None:
         entry = self._entry(tracked, now)
         self._queue.push(entry)
+        if not tracked.attempts:
+            self._placing.comes(tracked, now)
         if self._full:
             return
         rank = None if self._wall is None else self._queue.rank(entry, MAX_BLOCKED)
@@ -252,7 +254,6 @@ class Dispatcher:
         computer = prefill or decode
         share = self._placing.share(tracked, prefill, decode)
         self._router.assign(tracked.id, computer.id, decode.id, share, now)
-        self._placing.pressure.took(share.number, share.seconds, now)
         outputs, request = pack_ids(tracked.outputs), _as_sent(tracked, now)
         if prefill is None:
             return self.command(tracked, Decode(*tracked.key, request, outputs), now)

@@ -5,8 +5,8 @@ to each worker, prompts in the queue before this one, rows of the decode batches
 prompt after the other, by the rule by which it will be given out (`lookahead.py`), behind as many as that is cheap for;
 what stands before those fills the workers up evenly. A row of a decode batch that keeps its ITL targets may be longer
 in coming (the k-th of those that stand there to end, by the answers that its tier gives). Better classes go on coming:
-so much of the workers' time as they took of late is not there for it. What comes out is corrected by how such forecasts
-have done of late, between half and twice as long.
+what they are guessed to take of the workers' time (`pressure.py`) is not there for it. What comes out is corrected by
+how such forecasts have done of late, between half and twice as long.
 
 Who would go before others of its class that wait and were promised a time, by its tenant's share or its deadline, is
 not let in while one of those would miss it for that.
@@ -40,7 +40,6 @@ MOST_LOOKS = 2048
 """Prompts of the queue times workers that may compute them, that are looked at for one forecast."""
 MOST_CORRECTION = 2.0
 FIRST_CORRECTION = 1.1  # steps measured before there was a load are shorter than they are under it
-MOST_PRESSURE = 0.9
 MOST_CLASSES = 64
 USUAL = 0.6  # of forecasts like the last ones are to come true; most are nowhere near their limit
 MISSED = 0.04
@@ -61,6 +60,14 @@ def limit_s(forecast: Forecast, targets: Targets) -> float | None:
         hold_s = min(forecast.gap_s - targets.itl_s, targets.itl_s)
         limit_s = min(limit_s, LATEST * targets.ttft_s - hold_s)
     return max(limit_s, LONG * forecast.alone_s)
+
+
+def fits_after_s(forecast: Forecast, within_s: float) -> float:
+    """When it would be forecast to be within that, if nobody came meanwhile."""
+    factor = forecast.ttft_s / forecast.plain_s
+    first_s = forecast.plain_s - forecast.coming.takes_s(forecast.plain_s)
+    alone_s = min(first_s, forecast.alone_s / max(1.0, factor))
+    return factor * forecast.coming.fits_after_s(first_s, alone_s, within_s / factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +145,12 @@ class Forecaster:
         left_s = self._placing.left_s(tracked, now)
         first_s, is_local = ahead.next(Asked(None, left_s, waiting=len(behind)))
         spoils_s = self._spoils_s(behind, ahead, without, now)
-        first_s /= 1 - min(
-            MOST_PRESSURE, self._placing.pressure.above(tracked.lane[0], now) / (len(pools) + len(beside))
-        )
+        coming = self._placing.pressure.above(tracked.lane[0], now)
+        first_s = coming.done_s(first_s)
         gap_s = 0.0 if is_local or not prefillers else max(map(self._placing.late_gap_s, deciders))
         factor = self.correction(tracked.lane[0]).factor(now, local=is_local)
         alone_s *= max(1.0, factor)  # else an idle service would refuse who takes long, for ever
-        return Forecast(factor * first_s, first_s, gap_s, alone_s, spoils_s, is_local)
+        return Forecast(factor * first_s, first_s, gap_s, alone_s, spoils_s, is_local, coming)
 
     def correction(self, number: int) -> Correction:
         """Of a class: a better one is forecast better."""

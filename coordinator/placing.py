@@ -101,9 +101,22 @@ class Placing:
         ttft_s = self.targets(tracked.request).ttft_s
         if ttft_s is None:
             return None
-        workers = len(self._registry.usable("prefill")) + len(self._registry.usable("decode"))
-        taken = self.pressure.above(tracked.lane[0], now) / max(1, workers)
-        return (ttft_s - (now - tracked.submitted_at)) * max(0.0, 1 - taken)
+        left_s = ttft_s - (now - tracked.submitted_at)
+        return left_s - min(max(0.0, left_s), self.pressure.above(tracked.lane[0], now).takes_s(left_s))
+
+    def comes(self, tracked: Tracked, now: float) -> None:
+        """It stands in line now. What it takes of the time of all that may compute it, as if it were shared out so that
+        all are busy for as long: who gets it is not known yet."""
+        prefillers, deciders = self.prefillers(tracked), self.deciders(tracked)
+        itl_s = self.targets(tracked.request).itl_s
+        paces = [(worker, self.pace(worker, itl_s)) for worker in prefillers or deciders]
+        if prefillers and self.local_prefill and not tracked.request.scored_prompt_tokens:
+            beside = [(worker, self.local(worker, itl_s)) for worker in deciders]
+            paces += [(w, pace) for w, pace in beside if pace and pace.step_tokens >= LEAST_CHUNK]
+        taken_s = [pace.taken_s(self.to_compute(tracked, w)) for w, pace in paces if pace is not None]
+        per_s = sum(1 / one_s for one_s in taken_s if one_s > 0)
+        if per_s:
+            self.pressure.came(tracked.lane[0], 1 / per_s, now)
 
     def arrives(self, request: Request, number: int, now: float) -> None:
         """One that is promised something was asked for, of that class."""

@@ -10,6 +10,7 @@ from common.messages import Ended, Message, Tokens
 from common.ordering import Lane, due_at
 from common.request import Attempt, Key, Request, RequestId, WorkerId
 from coordinator.prefixes import Chain, chain_of
+from coordinator.pressure import NOBODY, Coming
 
 RECENT_LIMIT = 1024
 """Ended requests whose timeline is kept."""
@@ -22,7 +23,7 @@ class Forecast:
     """Seconds from now to the first token, from there to the second (0: the same worker gives both), and what the first
     would take with nobody ahead. `plain_s`: the first, before it was corrected by how such forecasts did of late.
     `spoils_s`: by how much others, promised a time, would miss it for its sake. `local`: the plan is that a decode
-    worker computes the prompt beside its batch."""
+    worker computes the prompt beside its batch. `coming`: of better classes, reckoned with in both."""
 
     ttft_s: float
     plain_s: float
@@ -30,6 +31,7 @@ class Forecast:
     alone_s: float
     spoils_s: float = 0.0
     local: bool = False
+    coming: Coming = NOBODY
 
 
 @dataclass(slots=True)

@@ -263,3 +263,19 @@ def test_first_tokens_that_come_correct_the_next_forecast() -> None:
         bench.front(RequestFinished(RequestId(name), "stop"))
     taken = sum(ask(bench, f"s{number}") is None for number in range(9))
     assert taken == 2, "half as many as by the step times alone"
+
+
+def test_a_burst_of_a_better_class_keeps_nobody_of_a_worse_one_out_for_longer_than_it_could_last() -> None:
+    """40 prompts of 76 ms all at once, and a second later one of a worse class, two seconds of them still before it:
+    taken for a class that goes on so for ever, it was refused for 20 s. As many may come again, and no more."""
+    bench = known("p0", "d0", targets={"bulk": Targets(ttft_s=6.0), "swift": Targets(ttft_s=3.0)})
+    for number in range(40):
+        bench.submit(request(f"r{number}", 64, first_id=100_000 + 100 * number))
+    for number in range(13):
+        bench.now += 0.076
+        bench.front(Progress(((RequestId(f"r{number}"), 0, (1,)),)))
+        bench.front(RequestFinished(RequestId(f"r{number}"), "stop"))
+    assert bench.cluster.num_waiting() > 20
+    assert ask(bench, "bulk", 64, "bulk", priority=1) is None
+    refused = ask(bench, "swift", 64, "swift", priority=1)
+    assert refused is not None and 0.5 < refused.retry_after_s < 3.0

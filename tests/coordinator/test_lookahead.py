@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from coordinator.lookahead import IN_TIME, Asked, Computer, Lookahead
-from coordinator.pressure import MEMORY_S, Pressure
 from coordinator.step_costs import Beside, Chunks, left_of_chunk
 
 CHUNKS = Chunks((0.0, 0.0, 0.0, 0.001), 100)
@@ -111,12 +110,3 @@ def test_a_batch_waits_for_one_that_needs_it_and_else_for_no_more_than_is_gained
     assert local(Asked(200, left_s=0.69 / IN_TIME), 3)
     assert local(Asked(200, left_s=9.0, plan=True), 3), "its place behind others was reckoned so"
     assert not local(Asked(200, left_s=9.0, plan=False), 3)
-
-
-def test_pressure_is_of_better_classes_and_of_late() -> None:
-    pressure = Pressure()
-    for number in range(100):
-        pressure.took(1, 0.5, number)
-    assert pressure.above(1, 99.0) == 0.0
-    assert pressure.above(2, 99.0) == pytest.approx(0.5, rel=0.1), "half of every second"
-    assert pressure.above(2, 99.0 + 5 * MEMORY_S) < 0.01
