@@ -147,7 +147,7 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     refuse_tiny_cache(runner)
     keep_freed_memory()
     runner.prepare_grammars()
-    measured = _rehearse(settings, runner)
+    measured = _rehearse(settings, runner, threads)
     log.info("model ready after %.1f s, %d threads", time.monotonic() - started, threads)
     return uvloop.run(_serve(settings, role, runner, model, segment, threads, make_node, key, measured))
 
@@ -180,8 +180,9 @@ def _load(
         raise ModelCannotBeLoaded(f"the model cannot be loaded: {error}") from error
 
 
-def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape, float]]:
-    """Raises ModelCannotBeLoaded where it cannot even be run."""
+def _rehearse(settings: WorkerSettings, runner: Runner, threads: int) -> list[tuple[StepShape, float]]:
+    """As long as steps take where every core has other work too: what spare threads do is counted as if its own had
+    done it. Raises ModelCannotBeLoaded where it cannot even be run."""
     layout = runner.cache.layout
     on_cpu = runner.cache.device.type == "cpu"
     sizes = Sizes(
@@ -192,7 +193,7 @@ def _rehearse(settings: WorkerSettings, runner: Runner) -> list[tuple[StepShape,
         block_size=layout.block_size,
     )
     try:
-        return rehearse(runner, sizes, time.thread_time if on_cpu else time.monotonic)
+        return rehearse(runner, sizes, (lambda: time.process_time() / threads) if on_cpu else time.monotonic)
     except RuntimeError as error:
         raise ModelCannotBeLoaded(f"the model is loaded and its first step fails: {error}") from error
 
