@@ -87,6 +87,14 @@ class EngineSettings(GpuSettings, TransferSettings, ProcessSettings):
         ge=0,
         le=MOST_THREADS,
     )
+    decode_nice: int = flag(
+        0,
+        "niceness of decode workers: where they share cores with prefill workers, more gives prompts more of them, so "
+        "that TTFT falls and ITL beside prompts rises",
+        "process",
+        ge=0,
+        le=19,
+    )
 
     @model_validator(mode="after")
     def _timeout_of_batches(self) -> Self:

@@ -44,6 +44,7 @@ from transfer.addresses import address_towards
 from transfer.cluster_key import ClusterKey, key_of
 from transfer.isolating import ComingStep, IsolatingSteps
 from transfer.links import Links
+from transfer.niceness import stand_behind
 from transfer.own_channels import receiving_ends, require_channel, sending_ends
 from transfer.pure_worker import PureWorker
 from transfer.rehearsal import Sizes, rehearse
@@ -138,6 +139,8 @@ def run_worker(settings: WorkerSettings, role: Role, load: LoadModel, make_node:
     key = key_of(settings.curve_key)
     require_channel(settings.transfer, settings.device)
     allow_open_files()
+    if role == "decode":
+        stand_behind(settings.decode_nice)
     threads = settings.threads or len(os.sched_getaffinity(0))
     started = time.monotonic()
     segment = PoolSegment()
