@@ -84,6 +84,7 @@ class Register(Message):
     versions: Annotated[dict[Word, Word], FEW]
     whole_batches: bool = False  # it starts batches as a whole, so it must be given one before it starts any
     process_space: Word = ""  # where `pid` means this process (common/process_space.py)
+    scheduling_policy: Word = ""  # by which it orders what it was given; empty: it does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class Edf:
 POLICIES: dict[PolicyName, Policy] = {"fcfs": Fcfs(), "priority": Priority(), "fair": Fair(), "edf": Edf()}
 
 
+def name_of(policy: Policy) -> str:
+    return next((name for name, one in POLICIES.items() if one == policy), type(policy).__name__)
+
+
 def due_at(request: Request, now: float) -> float:
     """When its first token is due; never, where nobody said."""
     return float("inf") if request.deadline_s is None else now + request.deadline_s

@@ -42,6 +42,7 @@ from common.messages import (
     Stop,
     Tokens,
 )
+from common.ordering import name_of
 from common.request import Attempt, Incarnation, Key, RequestId, WorkerId
 from coordinator.admission import Admission
 from coordinator.attempts import Attempts
@@ -106,7 +107,9 @@ class Cluster:
         self.notices: deque[str] = deque(maxlen=256)
         """For the log of whoever drives this; to be cleared by it."""
         self.departures = Departures(registry, self.tracker, self._attempts, self.counters, self.notices)
-        self._registrations = Registrations(registry, self.departures, self.counters, self.notices)
+        self._registrations = Registrations(
+            registry, self.departures, self.counters, self.notices, name_of(queue.policy)
+        )
         self._forecaster = Forecaster(queue, self.tracker, router, self._placing)
         admission = Admission(
             registry, queue, self._dispatcher, self._placing, self._forecaster, refuse_late=refuse_late

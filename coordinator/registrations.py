@@ -14,12 +14,19 @@ from coordinator.registry import Registry, name_taken
 
 class Registrations:
     def __init__(
-        self, registry: Registry, departures: Departures, counters: Counters, notices: deque[str]
+        self,
+        registry: Registry,
+        departures: Departures,
+        counters: Counters,
+        notices: deque[str],
+        policy: str,
     ) -> None:
+        """`policy`: by which the queue is ordered (`common/ordering.py`)."""
         self._registry = registry
         self._departures = departures
         self._counters = counters
         self._notices = notices
+        self._policy = policy
 
     def hear(self, card: Register, sender: Sender, now: float) -> list[Effect]:
         """A worker's card: the answer to it, and what becomes of requests that an earlier life of it had."""
@@ -54,3 +61,8 @@ class Registrations:
             fall = f"{limit_before} to {answer.max_model_len} tokens"
             notice += f"; the longest prompt and answer together fall from {fall}: its pool is smaller"
         self._notices.append(notice)
+        if card.scheduling_policy not in ("", self._policy):
+            self._notices.append(
+                f"worker {worker_id} orders by {card.scheduling_policy}, the queue here by {self._policy}: forecasts "
+                "and promises of tiers hold where all have the same --scheduling-policy"
+            )

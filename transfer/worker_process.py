@@ -343,6 +343,7 @@ def _card(
         versions={"kvferry": VERSION, "python": platform.python_version(), "torch": _version("torch")},
         whole_batches=settings.batching == "dynamic",
         process_space=process_space(),
+        scheduling_policy=settings.scheduling_policy,
     )
 
 

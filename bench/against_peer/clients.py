@@ -1,6 +1,6 @@
 """Loads a server: by `python -m bench`, the same client for every side, and by the peer's own as a witness.
 
-Every run has a fresh seed: a prefix cache makes a repeated one look fast.
+No server sees a seed twice: a prefix cache makes a repeated run look fast.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ def measure(
     concurrency: int | None,
     targets: Sequence[str],
     extra_body: str = "",
+    seed: int | None = None,
 ) -> dict[str, Any]:
-    """One run; what `--save-result` wrote, at `path` too. Raises LoadFault."""
+    """One run; what `--save-result` wrote, at `path` too. `seed`: of arrivals and prompts; None: a new one. Raises
+    LoadFault."""
     command = [sys.executable, "-m", "bench", "--base-url", target.url, "--model", target.model]
     command += ["--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN)]
     command += ["--request-rate", f"{rate:g}", "--num-prompts", str(prompts), "--num-warmups", "4"]
     command += ["--goodput", *targets, "--no-progress", "--save-result", str(path)]
     if extra_body:
         command += ["--extra-body", extra_body]
+    if seed is not None:
+        command += ["--seed", str(seed)]
     if concurrency is not None:
         command += ["--max-concurrency", str(concurrency)]
     said = _run(command)

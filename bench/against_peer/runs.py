@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,7 +45,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Finished runs: `cells/` has their figures, `runs/` all that our client said, `logs/` what servers did."""
+    """Finished runs: `cells/` has their figures, `runs/` all that our client said, `logs/` what servers did; `seed` is
+    what those of their loads are made from."""
 
     path: Path
     identity: dict[str, object]
@@ -57,7 +60,13 @@ class Folder:
         if known.exists() and json.loads(known.read_text()) != identity:
             raise OtherSettings(f"{path} has runs with other settings ({known}): name another --out")
         known.write_text(json.dumps(identity, indent=1) + "\n")
+        if not (path / "seed").exists():
+            (path / "seed").write_text(f"{secrets.randbits(31)}\n")
         return cls(path, identity)
+
+    def seed_of(self, alternation: int, load: str) -> int:
+        """The same for all sides and settings: at few requests one Poisson draw has half again the rate of another."""
+        return zlib.crc32(f"{self.path.joinpath('seed').read_text()} {alternation} {load}".encode())
 
     def cells(self) -> list[Cell]:
         return [Cell(**json.loads(file.read_text())) for file in sorted((self.path / "cells").glob("*.json"))]
@@ -196,6 +205,7 @@ class Runner:
             concurrency=concurrency,
             targets=self._asked.targets,
             extra_body="" if load == "saturated" else target.promised,
+            seed=self._folder.seed_of(session.alternation, load),
         )
         return figures.cell_of(session, load, result)
 

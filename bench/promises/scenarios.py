@@ -7,14 +7,13 @@ swing     a mix that goes from prompt-heavy to answer-heavy and back
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bench.promises.asked import Asked, poisson, together
 from bench.virtual_worker import StepTime
 from common.config import Tier
-from coordinator.step_costs import CAUTION, LEAST_CHUNK
+from coordinator.step_costs import CAUTION, LEAST_CHUNK, prompt_seconds
 
 OVERLOAD = 3.0
 FLOOD = 2.0
@@ -78,11 +77,9 @@ def overload_tiers(
 ) -> dict[str, Tier]:
     """With targets that suit a machine of such step times and prompts of such lengths. (A context as long as there will
     be and no longer: what it costs is the least sure of a fit.)"""
-    prompt, chunks = sum(prompts) / 2, math.ceil(sum(prompts) / 2 / budget)
-    context = budget * chunks * (chunks - 1) / 2
-    alone_s = (
-        chunks * (prefill.base_s + prefill.row_s) + prompt * prefill.token_s + context * prefill.context_s
-    )
+    prompt = sum(prompts) // 2
+    model = (prefill.base_s, prefill.row_s, prefill.context_s, prefill.token_s)
+    alone_s = prompt_seconds(model, prompt, budget)
     ttft_ms, itl_ms = (
         1e3 * OVERLOAD_TTFT * alone_s,
         1e3 * OVERLOAD_ITL * time_s(decode, rows, rows, rows * prompt),

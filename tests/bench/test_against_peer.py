@@ -253,6 +253,9 @@ def test_a_broken_run_goes_on_and_other_settings_are_refused(tmp_path: Path) -> 
     again = Folder.open(tmp_path, {"sizes": 1})
     assert again.cells() == [kept]
     assert again.has(session, "curve@2.5") and not again.has(session, "curve@3.5")
+    seeds = {again.seed_of(n, load) for n in (1, 2) for load in ("curve@2.5", "saturated")}
+    assert len(seeds) == 4, "no server sees one twice"
+    assert seeds == {folder.seed_of(n, load) for n in (1, 2) for load in ("curve@2.5", "saturated")}
     with pytest.raises(OtherSettings, match="another --out"):
         Folder.open(tmp_path, {"sizes": 2})
 

@@ -289,6 +289,16 @@ def test_what_no_worker_that_is_left_could_hold_is_in_nobodys_way(larges: int) -
     }, "two steps of prompts"
 
 
+def test_a_worker_that_orders_otherwise_is_named() -> None:
+    bench = ClusterBench("p0", "d0")
+    for policy, named in (("", False), ("fair", False), ("fcfs", True)):
+        bench.cluster.notices.clear()
+        bench.say("d1", replace(card("d1"), scheduling_policy=policy), incarnation=1)
+        assert (
+            any("d1 orders by fcfs, the queue here by fair" in one for one in bench.cluster.notices) == named
+        )
+
+
 def test_a_small_worker_that_takes_the_limit_down_is_told_of() -> None:
     bench = ClusterBench("p0", "d0")
     bench.cluster.notices.clear()
