@@ -215,7 +215,8 @@ class ClusterMachine(RuleBasedStateMachine):
             case "restarts":
                 self._restart(worker)
             case "is to drain":
-                self._carry(self.cluster.departures.drain(WorkerId(name), 10.0, self.now) or [])
+                with suppress(Conflict):
+                    self._carry(self.cluster.departures.drain(WorkerId(name), 10.0, self.now) or [])
             case "is to change its role":
                 other: Role = "decode" if name.startswith("p") else "prefill"
                 with suppress(Conflict):
