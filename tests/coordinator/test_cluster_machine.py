@@ -198,6 +198,10 @@ class ClusterMachine(RuleBasedStateMachine):
     def worker_forgets(self, which: int) -> None:
         worker, key = self._held_one(which)
         del worker.held[key]
+        for other in self.workers.values():  # who waits for its KV hears no more of it, and gives up
+            if key in other.held and other.held[key].transfer:
+                for message in other.end(key, "failed"):
+                    self._say(other, message)
 
     @rule(name=names, what=st.sampled_from(FATES))
     def worker(self, name: str, what: str) -> None:
@@ -299,6 +303,8 @@ class ClusterMachine(RuleBasedStateMachine):
         self._carry(self.cluster.turn(self.now))
 
     def _carry(self, effects: list[Effect]) -> None:
+        """Whoever leaves because of one of them does so when all are carried out, as a client does."""
+        ended: list[RequestEnded] = []
         for effect in effects:
             if isinstance(effect, ToWorker):
                 if isinstance(effect.message, (Prefill, Decode)):
@@ -310,6 +316,10 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.under_way.put((Told(str(effect.worker), life), effect.message))
             elif isinstance(effect, ToFront):
                 self._at_client(effect.message)
+                if isinstance(effect.message, RequestEnded):
+                    ended.append(effect.message)
+        for message in ended:
+            self._leave(message.id, message.error)
 
     def _at_client(self, message: Message) -> None:
         if isinstance(message, Rejected):
@@ -319,7 +329,6 @@ class ClusterMachine(RuleBasedStateMachine):
         elif isinstance(message, RequestEnded):
             self._end(message.id, message.error)
             self.front.close(message.id)
-            self._leave(message.id, message.error)
         else:
             assert isinstance(message, Admitted)
 
