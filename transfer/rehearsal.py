@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 from common.batching import Batch, Joined
 from common.request import SamplingParams
-from common.step_times import StepShape
+from common.step_times import TELLING, StepShape
 from transfer.isolating import Launches
 
 LIMIT_S = 0.5
-"""No step begins after that. A start takes some seconds, so this is to be little beside it."""
+"""No step begins after that, once as many are measured as say something. A start takes some seconds, so this is to be
+little beside it."""
+LONGEST_S = 10.0
+"""No step begins after that in any case: where steps are so slow, requests tell what they take."""
 ROWS = 16
 Clock = Callable[[], float]
 _DRAWN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -46,7 +49,11 @@ class Sizes:
 
 
 def rehearse(
-    runner: Launches, sizes: Sizes, clock: Clock = time.monotonic, limit_s: float = LIMIT_S
+    runner: Launches,
+    sizes: Sizes,
+    clock: Clock = time.monotonic,
+    limit_s: float = LIMIT_S,
+    longest_s: float = LONGEST_S,
 ) -> list[tuple[StepShape, float]]:
     """Steps by their shapes, and their seconds by `clock`: of processor time where the processor computes them, since
     others start beside this worker. Raises what a step raises."""
@@ -55,7 +62,7 @@ def rehearse(
     began = time.monotonic()
     for number, (rows, start, count) in enumerate(_steps(sizes)):
         batch = _batch(joined if number == 0 else [], rows, start, count)
-        if time.monotonic() - began > limit_s:
+        if time.monotonic() - began > (longest_s if len(measured) < TELLING else limit_s):
             break
         step_began = clock()
         runner.launch(batch).result()

@@ -9,7 +9,7 @@ import pytest
 
 from common.batching import Batch, Joined
 from common.request import SamplingParams
-from common.step_times import StepTimes
+from common.step_times import TELLING, StepTimes
 from kernels.runner import ModelRunner, load_runner
 from tests.kernels.tiny_models import save_model
 from transfer.rehearsal import Sizes, rehearse
@@ -59,5 +59,7 @@ def test_no_step_begins_after_the_limit(tmp_path: Path) -> None:
     save_model("llama-gqa3-tied", tmp_path)
     runner = load_runner(str(tmp_path), device="cpu", num_blocks=40, max_num_seqs=4, threads=1)
     sizes = Sizes(64, 4, runner.max_model_len, 40, runner.layout.block_size)
-    assert rehearse(runner, sizes, limit_s=-1) == []
-    assert StepTimes().coefficients is None
+    assert rehearse(runner, sizes, longest_s=-1) == []
+    times = StepTimes()
+    times.begin_with(rehearse(runner, sizes, limit_s=-1))
+    assert times.observed == TELLING and times.coefficients is not None, "the least that says something"
