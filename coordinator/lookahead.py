@@ -42,13 +42,16 @@ class Asked:
     waiting: int = 0
 
 
-def worth(asked: Asked, by_pair_s: float, gained_s: float, harm_s: float) -> bool:
+def worth(
+    asked: Asked, by_pair_s: float, sooner_s: float, pools_take_s: Sequence[float], harm_s: float
+) -> bool:
     """Whether that a decode worker computes it is worth what the rows of its batch wait for it, `harm_s` in all: to
-    those that wait behind it and to itself, by `gained_s`; or because by way of a prefill worker it should come too
-    late for what it was promised. What was planned was found worth it then."""
+    itself, by `sooner_s`, and to each that waits behind it, since no prefill worker computes it, which takes each of
+    them one of `pools_take_s`; or because by way of a prefill worker it should come too late for what it was promised.
+    What was planned was found worth it then."""
     if asked.plan or (asked.left_s is not None and by_pair_s > IN_TIME * asked.left_s):
         return True
-    return harm_s <= gained_s
+    return harm_s <= sooner_s + asked.waiting * min(pools_take_s) / len(pools_take_s)
 
 
 @dataclass(slots=True)
@@ -147,7 +150,7 @@ class Lookahead:
         tokens = asked.tokens
         found: tuple[float, float, Computer] | None = None
         alones_s = [_alone_s(one, tokens) for one in self._pools]
-        spared_s = min(_taken_s(one, tokens) for one in self._pools) / len(self._pools)
+        pools_take_s = [_taken_s(one, tokens) for one in self._pools]
         by_pool_s = min(one.free_s + alone_s for one, alone_s in zip(self._pools, alones_s, strict=True))
         for one in self._beside:
             at_s = max(self._at_s, _room_s(one, tokens))
@@ -158,8 +161,8 @@ class Lookahead:
             by_pair_s = max(by_pool_s, at_s + min(alones_s))
             if second_s - at_s >= local_gain(asked.plan) * (by_pair_s - at_s + self._gap_s):
                 continue
-            gained_s = by_pair_s + self._gap_s - second_s + asked.waiting * spared_s
-            if worth(asked, by_pair_s, gained_s, _harm_s(one, tokens)):
+            sooner_s = by_pair_s + self._gap_s - second_s
+            if worth(asked, by_pair_s, sooner_s, pools_take_s, _harm_s(one, tokens)):
                 found = min(found or (_NEVER, _NEVER, one), (at_s, second_s, one), key=lambda who: who[:2])
         return None if found is None else (found[0], found[2])
 

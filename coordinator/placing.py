@@ -210,7 +210,8 @@ class Placing:
         """A decode worker that should compute it though there are prefill workers."""
         if not self.local_prefill or tracked.request.scored_prompt_tokens:
             return None
-        if any(way.pace is None for way in ways):
+        pools_take_s = [way.pace.taken_s(way.tokens) for way in ways if way.pace is not None]
+        if len(pools_take_s) < len(ways):
             return None
         by_pair_s = min(way.first for way in ways)  # with room or without
         best, best_s = None, float("inf")
@@ -233,8 +234,7 @@ class Placing:
                 continue
             if any(self._is_to_be_tried(way, own_s, now) for way in ways):
                 continue
-            gained_s = by_way_s - second_s + waiting * _spared_s(ways)
-            if worth(asked, by_pair_s, gained_s, local.harm_s(tokens)):
+            if worth(asked, by_pair_s, by_way_s - second_s, pools_take_s, local.harm_s(tokens)):
                 best, best_s = worker, second_s
         return best
 
@@ -384,8 +384,3 @@ class Placing:
             seats = min(seats, rows_within(worker.load.step_model, min(kept), context))
         free = min(seats - len(rows), blocks // self._blocks(tracked, worker))
         return free if rows else max(1, free)
-
-
-def _spared_s(ways: Sequence[Way]) -> float:
-    """By how much each that waits is sooner served if no prefill worker computes this one."""
-    return min(way.pace.taken_s(way.tokens) for way in ways if way.pace is not None) / len(ways)
