@@ -57,7 +57,7 @@ def rehearse(
 ) -> list[tuple[StepShape, float]]:
     """Steps by their shapes, and their seconds by `clock`: of processor time where the processor computes them, since
     others start beside this worker. Raises what a step raises."""
-    measured = []
+    measured: list[tuple[StepShape, float]] = []
     joined = _joined(sizes)
     began = time.monotonic()
     for number, (rows, start, count) in enumerate(_steps(sizes)):
