@@ -13,39 +13,42 @@
 /* What the registers hold: 32 of sixteen lanes, or 16 of eight. With one sum more than that each is in memory, and a
  * chain of adds waits for it every time. */
 #if ISA == 256
-#define SCORE_PAIRS 2
-#define OUTPUT_PAIRS 2
+#define SCORE_PAIRS 3
+#define OUTPUT_PAIRS 3
 #define OUTPUT_COLUMNS 2
+/* What `place` leads to is loaded after the product that gave `sum`: twelve sums leave registers for one operand of each
+ * kind, and compilers load all of a turn's before they use the first. */
+#define LATER(place, sum) __asm__("" : "+r"(place), "+x"((sum).a))
 #else
 #define SCORE_PAIRS VECTOR_PAIRS
 #define OUTPUT_PAIRS 4
 #define OUTPUT_COLUMNS 4
+#define LATER(place, sum) (void)0
 #endif
 
 /* Blocks of one sequence lie far apart, which the processor's own prefetcher cannot guess: without this, four fifths
- * of a decode step's attention is waiting. */
-INLINE void NAME(prefetch)(const char *from, long bytes) {
-    for (long at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
+ * of a decode step's attention is waiting. Line by line beside the arithmetic: a block at once fills the processor's
+ * room for lines that are on their way, and nothing goes on meanwhile. */
+#define ASK(line) __builtin_prefetch(line, 0, 2)
 
-/* Scores of 16 keys; `stride` bytes lie between two dims, in pairs between two pairs of dims. */
-INLINE void NAME(score_keys)(const char *keys, long stride, const float *const *q, float *const *scores, int position,
-                             int head_dim, float scale, int rows, int dtype) {
+/* Scores of 16 keys; `stride` bytes lie between two dims, in pairs between two pairs of dims. `ahead`: what is wanted
+ * soon and lies alike; NULL: nothing. */
+INLINE void NAME(score_keys)(const char *keys, const char *ahead, long stride, const float *const *q,
+                             float *const *scores, int position, int head_dim, float scale, int rows, int dtype) {
     vf even[VECTOR_PAIRS], odd[VECTOR_PAIRS];
     for (int r = 0; r < rows; r++) even[r] = odd[r] = NAME(set1)(0.0f);
     for (int d = 0; d < head_dim; d += 2) {
-        vf k0, k1;
-        if (IN_PAIRS(dtype)) {
-            k0 = NAME(first_of_pairs)((const uint16_t *)(keys + d / 2 * stride));
-            k1 = NAME(second_of_pairs)((const uint16_t *)(keys + d / 2 * stride));
-        } else {
-            k0 = NAME(load)(keys + d * stride, dtype);
-            k1 = NAME(load)(keys + (d + 1) * stride, dtype);
+        const char *key = keys + (IN_PAIRS(dtype) ? d / 2 : d) * stride;
+        if (ahead) ASK(ahead + (key - keys));
+        vf k = IN_PAIRS(dtype) ? NAME(first_of_pairs)((const uint16_t *)key) : NAME(load)(key, dtype);
+        for (int r = 0; r < rows; r++) even[r] = NAME(fma)(NAME(set1)(q[r][d]), k, even[r]);
+        if (!IN_PAIRS(dtype)) {
+            key += stride;
+            if (ahead) ASK(ahead + (key - keys));
         }
-        for (int r = 0; r < rows; r++) {
-            even[r] = NAME(fma)(NAME(set1)(q[r][d]), k0, even[r]);
-            odd[r] = NAME(fma)(NAME(set1)(q[r][d + 1]), k1, odd[r]);
-        }
+        LATER(key, even[rows - 1]);
+        k = IN_PAIRS(dtype) ? NAME(second_of_pairs)((const uint16_t *)key) : NAME(load)(key, dtype);
+        for (int r = 0; r < rows; r++) odd[r] = NAME(fma)(NAME(set1)(q[r][d + 1]), k, odd[r]);
     }
     for (int r = 0; r < rows; r++) {
         vf score = NAME(mul)(NAME(add)(even[r], odd[r]), NAME(set1)(scale));
@@ -77,21 +80,39 @@ typedef struct {
 } NAME(source);
 
 /* Adds keys [from, to) of `columns` * 16 dims from `dim` on, for pairs 0 .. rows - 1. */
-INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*sums)[OUTPUT_COLUMNS], int dim, int columns,
+INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*mixed)[OUTPUT_COLUMNS], int dim, int columns,
                              int from, int to, int rows, int dtype) {
     const int item = ITEM_BYTES(dtype);
     const long row_bytes = (long)s->head_dim * item, pair_bytes = 2 * row_bytes;
+    vf sums[OUTPUT_PAIRS][OUTPUT_COLUMNS]; /* with an address they would be in memory */
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) sums[r][c] = mixed[r][c];
     int t = from;
     while (t < to) {
         const int block = t / s->block_size, block_end = (block + 1) * s->block_size;
         const int end = block_end < to ? block_end : to;
         const char *values = s->values + s->table[block] * s->block_stride;
+        const char *ahead = NULL;
         if (dim == 0 && block + BLOCKS_AHEAD <= (to - 1) / s->block_size)
-            NAME(prefetch)(s->values + s->table[block + BLOCKS_AHEAD] * s->block_stride, row_bytes * s->block_size);
-        for (; t < end; t++) {
-            const int at = t % s->block_size;
+            ahead = s->values + s->table[block + BLOCKS_AHEAD] * s->block_stride;
+        for (int at = t - block * s->block_size; t < end; t++, at++) {
+            for (long line = 0; ahead && line < row_bytes; line += 64) ASK(ahead + at * row_bytes + line);
+#if ISA == 256
+            const char *value = IN_PAIRS(dtype) ? values + at / 2 * pair_bytes : values + at * row_bytes;
+            long key = t;
+            for (int c = 0; c < columns; c++) {
+                const char *from = value + (dim + 16 * c) * (IN_PAIRS(dtype) ? 2 * item : item);
+                const uint16_t *pair = (const uint16_t *)from;
+                const vf v = !IN_PAIRS(dtype) ? NAME(load)(from, dtype)
+                             : at % 2         ? NAME(second_of_pairs)(pair)
+                                              : NAME(first_of_pairs)(pair);
+                for (int r = 0; r < rows; r++) sums[r][c] = NAME(fma)(NAME(set1)(weights[r][key]), v, sums[r][c]);
+                LATER(key, sums[rows - 1][c]);
+                LATER(value, sums[rows - 1][c]);
+            }
+#else
             vf v[OUTPUT_COLUMNS], next[OUTPUT_COLUMNS];
-            const int both = IN_PAIRS(dtype) && ISA != 256 && at % 2 == 0 && t + 1 < end;
+            const int both = IN_PAIRS(dtype) && at % 2 == 0 && t + 1 < end;
             for (int c = 0; c < columns; c++) {
                 if (IN_PAIRS(dtype)) {
                     const uint16_t *pair = (const uint16_t *)(values + at / 2 * pair_bytes) + 2 * (dim + 16 * c);
@@ -104,13 +125,16 @@ INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*
                 for (int c = 0; c < columns; c++) sums[r][c] = NAME(fma)(w, v[c], sums[r][c]);
             }
             if (!both) continue;
-            t++;
+            t++, at++;
             for (int r = 0; r < rows; r++) {
                 vf w = NAME(set1)(weights[r][t]);
                 for (int c = 0; c < columns; c++) sums[r][c] = NAME(fma)(w, next[c], sums[r][c]);
             }
+#endif
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) mixed[r][c] = sums[r][c];
 }
 
 INLINE void NAME(output_rows)(const NAME(source) *s, float *const *weights, const int *seen, const float *totals,
@@ -136,10 +160,10 @@ INLINE void NAME(output_columns)(const NAME(source) *s, float *const *weights, c
 #define OUTPUT(n, c) NAME(output_rows)(s, weights, seen, totals, out, c, dim, n, dtype)
 #define OUTPUT_OF(c) \
     { if (rows == 1) OUTPUT(1, c); else if (rows == 2) OUTPUT(2, c); else OUTPUT_OF_MORE(c) }
-#if OUTPUT_PAIRS > 2
+#if OUTPUT_PAIRS > 3
 #define OUTPUT_OF_MORE(c) { if (rows == 3) OUTPUT(3, c); else OUTPUT(4, c); }
 #else
-#define OUTPUT_OF_MORE(c) __builtin_unreachable();
+#define OUTPUT_OF_MORE(c) OUTPUT(3, c);
 #endif
     if (columns == OUTPUT_COLUMNS) OUTPUT_OF(OUTPUT_COLUMNS) else OUTPUT_OF(1)
 #undef OUTPUT
@@ -148,16 +172,17 @@ INLINE void NAME(output_columns)(const NAME(source) *s, float *const *weights, c
 }
 
 /* Few cases of row counts, and a remainder in parts: a copy for every count would take minutes to compile. */
-INLINE void NAME(score_rows)(const char *keys, long stride, const float *const *q, float *const *scores, int position,
-                             int head_dim, float scale, int rows, int dtype) {
+INLINE void NAME(score_rows)(const char *keys, const char *ahead, long stride, const float *const *q,
+                             float *const *scores, int position, int head_dim, float scale, int rows, int dtype) {
 #define SCORE(n, from) \
-    NAME(score_keys)(keys, stride, q + (from), scores + (from), position, head_dim, scale, n, dtype)
+    NAME(score_keys)(keys, r ? NULL : ahead, stride, q + (from), scores + (from), position, head_dim, scale, n, dtype)
     int r = 0;
 #if SCORE_PAIRS == VECTOR_PAIRS
     if (rows == VECTOR_PAIRS) { SCORE(VECTOR_PAIRS, 0); return; }
     if (rows >= 4) { SCORE(4, 0); r = 4; }
 #else
-    for (; rows - r > 3; r += SCORE_PAIRS) SCORE(SCORE_PAIRS, r);
+    for (; rows - r > 4; r += SCORE_PAIRS) SCORE(SCORE_PAIRS, r);
+    if (rows - r == 4) { SCORE(2, r); r += 2; }
 #endif
     if (rows - r == 3) SCORE(3, r);
     else if (rows - r == 2) SCORE(2, r);
@@ -187,17 +212,18 @@ INLINE void NAME(attend_pairs)(const attention_tile *tile, int dtype) {
     const int last_block = (longest - 1) / a->block_size;
     for (int t = 0; t < longest; t += 16) {
         const int block = t / a->block_size, at = t % a->block_size;
-        const int ahead = block + BLOCKS_AHEAD - last_block - 1; /* past the keys: blocks of values */
-        if (at == 0 && ahead < 0)
-            NAME(prefetch)(source.keys + tile->table[block + BLOCKS_AHEAD] * a->block_stride, bytes);
-        else if (at == 0 && ahead <= last_block)
-            NAME(prefetch)(source.values + tile->table[ahead] * a->block_stride, bytes);
+        const int past = block + BLOCKS_AHEAD - last_block - 1; /* the keys: blocks of values */
+        const char *ahead = NULL;
+        if (past < 0) ahead = source.keys + tile->table[block + BLOCKS_AHEAD] * a->block_stride;
+        else if (past <= last_block) ahead = source.values + tile->table[past] * a->block_stride;
+        if (ahead) ahead += at * item * (IN_PAIRS(dtype) ? 2 : 1);
         const char *keys = source.keys + tile->table[block] * a->block_stride + at * item * (IN_PAIRS(dtype) ? 2 : 1);
-        NAME(score_rows)(keys, stride, q, scores, t, a->head_dim, scale, rows, dtype);
+        NAME(score_rows)(keys, ahead, stride, q, scores, t, a->head_dim, scale, rows, dtype);
     }
     for (int r = 0; r < rows; r++) NAME(weigh)(scores[r], seen[r], &totals[r]);
-    for (int r = 0; r < rows; r += OUTPUT_PAIRS) {
-        const int part = rows - r < OUTPUT_PAIRS ? rows - r : OUTPUT_PAIRS;
+    for (int r = 0, part; r < rows; r += part) {
+        const int parts = (rows - r + OUTPUT_PAIRS - 1) / OUTPUT_PAIRS;
+        part = (rows - r + parts - 1) / parts;
         for (int dim = 0, columns; dim < a->head_dim; dim += 16 * columns) {
             columns = a->head_dim - dim >= 16 * OUTPUT_COLUMNS ? OUTPUT_COLUMNS : 1;
             NAME(output_columns)(&source, scores + r, seen + r, totals + r, out + r, dim, columns, part, dtype);
@@ -215,3 +241,5 @@ static void NAME(attend)(const attention_tile *tile) {
 #undef SCORE_PAIRS
 #undef OUTPUT_PAIRS
 #undef OUTPUT_COLUMNS
+#undef LATER
+#undef ASK
