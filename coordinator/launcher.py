@@ -244,15 +244,21 @@ class _Service:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _end_hung(self, supervisor: Supervisor) -> None:
-        """Kills, again and again, those of ours that were told to leave, by an operator, and hang."""
+        """Kills, again and again, those of ours that hang: told to leave, and overdue, or lost for longer
+        than a step may take. Whoever is lost and lives is not cut off, since it is on this machine."""
+        lost_since: dict[tuple[str, int], float] = {}
         while True:
             await asyncio.sleep(LOOK_FOR_HUNG_EVERY_S)
             try:
                 rows = await asyncio.to_thread(admin_client.workers, self._plan.url, self._key, self._tls)
             except admin_client.Unreachable:
                 continue
+            now = time.monotonic()
+            lost = [(row["id"], row["pid"]) for row in rows if row["state"] == "lost" and not row["left"]]
+            lost_since = {one: lost_since.get(one, now) for one in lost}
             for row in rows:
-                if row.get("overdue"):
+                since = lost_since.get((row["id"], row["pid"]), now)
+                if row["overdue"] or now - since > self._settings.progress_timeout:
                     supervisor.end_hung(row["id"], row["pid"], comes_back=row["becomes"] is not None)
 
     def _look(self, pids: dict[str, int]) -> tuple[list[dict[str, Any]], str]:

@@ -153,12 +153,14 @@ class Registry:
             worker.counters, worker.histograms, worker.load = before.counters, before.histograms, before.load
             worker.draining, worker.drain_until = before.draining, before.drain_until
             worker.becomes = before.becomes
+            worker.progress_age_s = before.progress_age_s
         elif before is not None:
             worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker
         self._forget_long_lost()
         limit = self.max_model_len()
         assert limit is not None
+        worker.lost = self._hangs(worker)  # still: it was not for its link that it was lost
         return Registered(limit, self.heartbeat_interval_s, dict(self._fronts))
 
     def _refusal(self, card: Register, worker_id: WorkerId) -> RegistrationRefused | None:
@@ -190,6 +192,8 @@ class Registry:
         """The sender, or None: it is not registered and must do that again."""
         worker = self.get(WorkerId(sender.name), sender.incarnation)
         if worker is None or worker.lost:
+            if worker is not None:
+                worker.progress_age_s = message.progress_age_s
             return None
         worker.heard_at = now
         worker.load = self._with_step_model(message.load, worker.role)
@@ -264,12 +268,15 @@ class Registry:
         lost = [
             worker
             for worker in self.live()
-            if now - max(worker.heard_at, self._listening_since) > self._lost_after_s
-            or worker.progress_age_s > self._hung_after_s
+            if now - max(worker.heard_at, self._listening_since) > self._lost_after_s or self._hangs(worker)
         ]
         for worker in lost:
             self.mark_lost(worker)
         return lost
+
+    def _hangs(self, worker: Worker) -> bool:
+        """Its step does, by its own word."""
+        return worker.progress_age_s > self._hung_after_s
 
     def overdue(self, now: float) -> list[Worker]:
         """Those found by now that were to leave and did not, each once: silent since before their deadline, or longer

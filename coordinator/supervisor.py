@@ -8,7 +8,7 @@ A child that ends in order to come back in another role (`common/coming_back.py`
 once, by its other command line, and by that one also when it dies later. Where it cannot live so, it gets its first
 one back.
 
-One that was to leave and hangs is killed (`end_hung`), and has then left as it was to.
+One that hangs is killed (`end_hung`); if it was to leave, it has then left as it was to.
 
 Ways out, and what ends the children: `stop` asks them in turn and kills who overstays; `kill_all` does not ask;
 when this process dies without either, the pipe closes and each child leaves by itself (`common/parent_watch.py`).
@@ -124,12 +124,12 @@ class Supervisor:
         return clean
 
     def end_hung(self, name: str, pid: int, *, comes_back: bool) -> None:
-        """Kills the child that is `name` now and process `pid`: it was to leave and did not. It is started again as one
-        that left; if it was to come back in another role, in that one. Nothing where that life is over."""
+        """Kills the child that is `name` now and process `pid`. It is started again; if it was to come back in another
+        role, in that one. Nothing where that life is over."""
         for child in self._children.values():
             process = child.process
             if (child.spec.name, process.pid, process.returncode) == (name, pid, None):
-                self._say(name, f"hangs, process {pid}: it was to leave and has not; killed")
+                self._say(name, f"hangs, process {pid}: killed")
                 child.comes_back = comes_back
                 process.kill()
 

@@ -210,7 +210,8 @@ folder = pathlib.Path(sys.argv[2])
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         rows = [
-            {"id": p.name, "role": p.name.split("-")[0], "pid": int(p.read_text()), "state": "ready", "blocks_total": 9,
+            {"id": p.name, "role": p.name.split("-")[0], "pid": int(p.read_text()), "blocks_total": 9,
+             "state": "lost" if (folder / f".lost-{p.name}").exists() else "ready", "left": False,
              "becomes": None, "overdue": (folder / f".overdue-{p.name}").exists()}
             for p in folder.glob("[!.]*")
         ]
@@ -343,17 +344,16 @@ def test_a_worker_killed_in_service_comes_back_with_another_pid(
     assert stage.process.wait(timeout=10) == 0
 
 
-def test_a_worker_that_hangs_when_it_is_to_leave_is_killed(
-    launch: Callable[..., Stage], tmp_path: Path
-) -> None:
-    """By its process id: the next life is left alone while the row is still the old one's."""
-    stage = launch(tmp_path, WORKER)
+@pytest.mark.parametrize("sign", ["overdue", "lost"])
+def test_a_worker_that_hangs_is_killed(launch: Callable[..., Stage], tmp_path: Path, sign: str) -> None:
+    """Asked to leave or not; by its process id: the next life is left alone while the row is still the old one's."""
+    stage = launch(tmp_path, WORKER, "--progress-timeout", "1")
     stage.until("try it:")
     first = stage.pid("decode-0")
     os.kill(first, signal.SIGSTOP)
-    (stage.pid_files / ".overdue-decode-0").touch()
-    stage.until(f"decode-0 │ hangs, process {first}: it was to leave and has not; killed")
-    (stage.pid_files / ".overdue-decode-0").unlink()
+    (stage.pid_files / f".{sign}-decode-0").touch()
+    stage.until(f"decode-0 │ hangs, process {first}: killed")
+    (stage.pid_files / f".{sign}-decode-0").unlink()
     stage.until("decode-0 │ died (ended by SIGKILL), starting it again")
     stage.process.terminate()
     assert stage.process.wait(timeout=10) == 0

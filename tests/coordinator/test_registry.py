@@ -115,6 +115,16 @@ def test_lost_when_the_model_thread_hangs() -> None:
     here.register(card("d0"), me(), 0.0)
     here.heartbeat(heartbeat(progress_age_s=60.5), me(), 1.0)
     assert [w.id for w in here.expire(1.0)] == ["d0"]
+    for now in (
+        1.5,
+        2.0,
+    ):  # it lives, hears that nobody knows it, and registers: that does not make it usable
+        assert here.heartbeat(heartbeat(progress_age_s=60.0 + now), me(), now) is None
+        here.register(card("d0"), me(), now)
+        assert here.usable("decode") == [] and worker(here).state == "lost"
+    assert here.heartbeat(heartbeat(progress_age_s=0.1), me(), 2.5) is None
+    here.register(card("d0"), me(), 2.5)
+    assert here.heartbeat(heartbeat(), me(), 3.0) and worker(here).state == "ready", "the step has ended"
 
 
 def test_a_draining_worker_lives_and_gets_nothing() -> None:
