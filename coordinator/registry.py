@@ -191,13 +191,13 @@ class Registry:
     def heartbeat(self, message: Heartbeat, sender: Sender, now: float) -> Worker | None:
         """The sender, or None: it is not registered and must do that again."""
         worker = self.get(WorkerId(sender.name), sender.incarnation)
-        if worker is None or worker.lost:
-            if worker is not None:
-                worker.progress_age_s = message.progress_age_s
+        if worker is None:
+            return None
+        worker.progress_age_s = message.progress_age_s
+        if worker.lost:
             return None
         worker.heard_at = now
         worker.load = self._with_step_model(message.load, worker.role)
-        worker.progress_age_s = message.progress_age_s
         worker.drains = message.draining
         worker.draining = worker.drains or worker.drain_until is not None
         # Within an incarnation they only rise, so an older heartbeat that comes late takes nothing back.

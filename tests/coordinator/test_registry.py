@@ -115,10 +115,8 @@ def test_lost_when_the_model_thread_hangs() -> None:
     here.register(card("d0"), me(), 0.0)
     here.heartbeat(heartbeat(progress_age_s=60.5), me(), 1.0)
     assert [w.id for w in here.expire(1.0)] == ["d0"]
-    for now in (
-        1.5,
-        2.0,
-    ):  # it lives, hears that nobody knows it, and registers: that does not make it usable
+    # It lives, hears that nobody knows it, and registers: that does not make it usable.
+    for now in (1.5, 2.0):
         assert here.heartbeat(heartbeat(progress_age_s=60.0 + now), me(), now) is None
         here.register(card("d0"), me(), now)
         assert here.usable("decode") == [] and worker(here).state == "lost"
