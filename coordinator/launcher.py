@@ -295,7 +295,7 @@ class _Service:
         stopping.cancel()
         self._say("kvferry", "stopping at once")
         # Told a second time, it ends what runs with an error that clients can read.
-        await supervisor.stop([((COORDINATOR,), LAST_WORDS_S + 1.0)])
+        await supervisor.stop([((COORDINATOR,), LAST_WORDS_S + 1.0)], signal.SIGINT)
         return 1
 
     # --- what a person sees

@@ -108,13 +108,17 @@ class Supervisor:
         """First name → process id of those that live now."""
         return {name: child.process.pid for name, child in self._children.items()}
 
-    async def stop(self, phases: Sequence[tuple[Iterable[str], float]]) -> bool:
-        """Asks the named ones to stop, phase by phase, each within its seconds. True if nobody had to be killed."""
+    async def stop(
+        self, phases: Sequence[tuple[Iterable[str], float]], number: signal.Signals = signal.SIGTERM
+    ) -> bool:
+        """Asks the named ones to stop, phase by phase, each within its seconds. True if nobody had to be killed.
+
+        Whoever asks again does so by another signal: of one that is pending already, the system keeps no second."""
         self._stopping.set()
         clean = True
         for names, limit_s in phases:
             wanted = [name for name in names if name in self._keepers]
-            self._signal(wanted, signal.SIGTERM)
+            self._signal(wanted, number)
             keepers = [self._keepers[name] for name in wanted]
             if keepers:
                 _, late = await asyncio.wait(keepers, timeout=limit_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from tests.e2e.listener import Heard, listen, until
 from tests.e2e.service import Service, completion, serving
-from tests.processes import alive
+from tests.processes import alive, command_of
 
 BLOCKS = 40
 
@@ -81,8 +82,10 @@ def test_BR_103_more_choices_than_run_at_once_take_turns(small: Service, text_id
 
 
 def test_BR_142_ctrl_c_twice_when_busy(small: Service, text_ids: list[int]) -> None:
-    """Whoever runs or waits hears why, and all is gone in five seconds. Last in this file: the service is gone."""
+    """Whoever runs or waits hears why, and all is gone in five seconds; also where the coordinator gets to run only
+    once it has both signals. Last in this file: the service is gone."""
     children = small.descendants()
+    (coordinator,) = (pid for pid in children if "coordinator" in command_of(pid))
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(6) as threads:
 
@@ -97,10 +100,14 @@ def test_BR_142_ctrl_c_twice_when_busy(small: Service, text_ids: list[int]) -> N
             assert begun.acquire(timeout=60)
         waiting = [ask(number, number % 2 == 0) for number in range(2, 6)]
         until(lambda: small.metric("num_requests_waiting") == 4, "they do not wait")
+        os.kill(coordinator, signal.SIGSTOP)
         small.launcher.send_signal(signal.SIGINT)
         began = time.monotonic()
         until(lambda: "once more stops at once" in small.log(), "it does not hear")
         small.launcher.send_signal(signal.SIGINT)
+        until(lambda: "stopping at once" in small.log(), "it does not hear again")
+        time.sleep(0.1)
+        os.kill(coordinator, signal.SIGCONT)
         assert small.launcher.wait(30) == 1
         took_s = time.monotonic() - began
         ends = [one.result() for one in (*running, *waiting)]
