@@ -20,7 +20,7 @@ from bench.against_peer.plan import BATCH, Part, Session, Side, Sizes, sessions_
 from bench.against_peer.search import next_rate, pooled
 from bench.against_peer.servers import Target, free_port, kvferry_command, running, vllm_command
 
-POINT_LIMIT_S = 90.0  # a goodput point takes no longer, at low rates by having fewer requests …
+POINT_LIMIT_S = 90.0  # a goodput point takes no longer (times the time scale), at low rates by fewer requests …
 LEAST_REQUESTS = 20  # … but so many
 OPENVINO_LIMIT_S = 600.0
 
@@ -216,7 +216,8 @@ class Runner:
         rate = figures.rate_of(load)
         if load.startswith("curve"):
             return rate, self._sizes.curve, None
-        return rate, min(self._sizes.goodput, max(LEAST_REQUESTS, int(rate * POINT_LIMIT_S))), None
+        limit_s = POINT_LIMIT_S * self._asked.time_scale
+        return rate, min(self._sizes.goodput, max(LEAST_REQUESTS, int(rate * limit_s))), None
 
     def _witness(self, session: Session, target: Target) -> Cell:
         peers, venv = self._places.peers, self._places.vllm_venv
