@@ -56,10 +56,12 @@ def _get(url: str, key: str | None, tls: ssl.SSLContext | None) -> tuple[int, st
     )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S) as answer:
+        try:
+            answer = opener.open(urllib.request.Request(url, headers=headers), timeout=ANSWER_LIMIT_S)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
             return answer.status, answer.read().decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode("utf-8", "replace")
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unreachable(f"{url}: {_why(error)}") from error
 

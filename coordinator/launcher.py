@@ -38,6 +38,7 @@ from common.worker_settings import EngineSettings
 from coordinator import admin_client
 from coordinator.cores import Threads, available_cores, share_cores
 from coordinator.door.tls import own_client_context, server_context, why_refused
+from coordinator.hung import HungOnes
 from coordinator.model_folder import resolve_model
 from coordinator.supervisor import FATAL_AT_FIRST_START, ChildSpec, Death, Supervisor
 from transfer.cluster_key import key_of
@@ -244,22 +245,18 @@ class _Service:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _end_hung(self, supervisor: Supervisor) -> None:
-        """Kills, again and again, those of ours that hang: told to leave, and overdue, or lost for longer
-        than a step may take. Whoever is lost and lives is not cut off, since it is on this machine."""
-        lost_since: dict[tuple[str, int], float] = {}
+        """Kills, again and again, those of ours that hang. Whoever is lost and lives is not cut off, since it is on
+        this machine."""
+        ones = HungOnes(self._settings.progress_timeout, 3 * LOOK_FOR_HUNG_EVERY_S)
         while True:
             await asyncio.sleep(LOOK_FOR_HUNG_EVERY_S)
+            now = time.monotonic()
             try:
                 rows = await asyncio.to_thread(admin_client.workers, self._plan.url, self._key, self._tls)
             except admin_client.Unreachable:
                 continue
-            now = time.monotonic()
-            lost = [(row["id"], row["pid"]) for row in rows if row["state"] == "lost" and not row["left"]]
-            lost_since = {one: lost_since.get(one, now) for one in lost}
-            for row in rows:
-                since = lost_since.get((row["id"], row["pid"]), now)
-                if row["overdue"] or now - since > self._settings.progress_timeout:
-                    supervisor.end_hung(row["id"], row["pid"], comes_back=row["becomes"] is not None)
+            for one in ones.look(rows, supervisor.pids.values(), now):
+                supervisor.end_hung(one.name, one.pid, comes_back=one.comes_back)
 
     def _look(self, pids: dict[str, int]) -> tuple[list[dict[str, Any]], str]:
         """Rows of /admin/workers, and what is still missing ("" when nothing is)."""

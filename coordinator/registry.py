@@ -152,8 +152,9 @@ class Registry:
             worker.past_counters, worker.past_histograms = before.past_counters, before.past_histograms
             worker.counters, worker.histograms, worker.load = before.counters, before.histograms, before.load
             worker.draining, worker.drain_until = before.draining, before.drain_until
-            worker.becomes = before.becomes
+            worker.drains, worker.becomes = before.drains, before.becomes
             worker.progress_age_s = before.progress_age_s
+            worker.overdue = before.overdue and self._hangs(before)
         elif before is not None:
             worker.past_counters, worker.past_histograms = before.totals(), before.histogram_totals()
         self._workers[worker_id] = worker

@@ -96,7 +96,8 @@ INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*
         if (dim == 0 && block + BLOCKS_AHEAD <= (to - 1) / s->block_size)
             ahead = s->values + s->table[block + BLOCKS_AHEAD] * s->block_stride;
         for (int at = t - block * s->block_size; t < end; t++, at++) {
-            for (long line = 0; ahead && line < row_bytes; line += 64) ASK(ahead + at * row_bytes + line);
+            const int both = ISA != 256 && IN_PAIRS(dtype) && at % 2 == 0 && t + 1 < end;
+            for (long line = 0; ahead && line < row_bytes << both; line += 64) ASK(ahead + at * row_bytes + line);
 #if ISA == 256
             const char *value = IN_PAIRS(dtype) ? values + at / 2 * pair_bytes : values + at * row_bytes;
             long key = t;
@@ -112,7 +113,6 @@ INLINE void NAME(mix_values)(const NAME(source) *s, float *const *weights, vf (*
             }
 #else
             vf v[OUTPUT_COLUMNS], next[OUTPUT_COLUMNS];
-            const int both = IN_PAIRS(dtype) && at % 2 == 0 && t + 1 < end;
             for (int c = 0; c < columns; c++) {
                 if (IN_PAIRS(dtype)) {
                     const uint16_t *pair = (const uint16_t *)(values + at / 2 * pair_bytes) + 2 * (dim + 16 * c);

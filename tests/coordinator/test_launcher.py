@@ -21,7 +21,14 @@ from common.http_settings import API_KEY_VARIABLE
 from common.paths import child_environment
 from coordinator import admin_client
 from coordinator.cores import Threads
-from coordinator.launcher import Plan, key_in_words, make_plan, ready_lines, reserve_port
+from coordinator.launcher import (
+    LOOK_FOR_HUNG_EVERY_S,
+    Plan,
+    key_in_words,
+    make_plan,
+    ready_lines,
+    reserve_port,
+)
 from coordinator.supervisor import ChildSpec
 from tests.processes import alive
 
@@ -213,7 +220,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
             {"id": p.name, "role": p.name.split("-")[0], "pid": int(p.read_text()), "blocks_total": 9,
              "state": "lost" if (folder / f".lost-{p.name}").exists() else "ready", "left": False,
              "becomes": None, "overdue": (folder / f".overdue-{p.name}").exists()}
-            for p in folder.glob("[!.]*")
+            for p in folder.glob("[!.]*") if not (folder / f".gone-{p.name}").exists()
         ]
         body = json.dumps(rows).encode() if self.path == "/admin/workers" else b"ok"
         self.send_response(200)
@@ -344,12 +351,14 @@ def test_a_worker_killed_in_service_comes_back_with_another_pid(
     assert stage.process.wait(timeout=10) == 0
 
 
-@pytest.mark.parametrize("sign", ["overdue", "lost"])
+@pytest.mark.parametrize("sign", ["overdue", "lost", "gone"])
 def test_a_worker_that_hangs_is_killed(launch: Callable[..., Stage], tmp_path: Path, sign: str) -> None:
     """Asked to leave or not; by its process id: the next life is left alone while the row is still the old one's."""
     stage = launch(tmp_path, WORKER, "--progress-timeout", "1")
     stage.until("try it:")
     first = stage.pid("decode-0")
+    if sign == "gone":
+        time.sleep(LOOK_FOR_HUNG_EVERY_S + 0.5)  # so that it was there once
     os.kill(first, signal.SIGSTOP)
     (stage.pid_files / f".{sign}-decode-0").touch()
     stage.until(f"decode-0 │ hangs, process {first}: killed")

@@ -125,6 +125,22 @@ def test_lost_when_the_model_thread_hangs() -> None:
     assert here.heartbeat(heartbeat(), me(), 3.0) and worker(here).state == "ready", "the step has ended"
 
 
+def test_who_drains_and_hangs_is_overdue_once_however_often_it_registers() -> None:
+    here = registry()
+    here.register(card("d0"), me(), 0.0)
+    here.drain(worker(here), 10.0)
+    here.heartbeat(heartbeat(draining=True), me(), 1.0)
+    here.heartbeat(heartbeat(draining=True, progress_age_s=60.5), me(), 2.0)
+    assert [w.id for w in here.expire(2.0)] == ["d0"]
+    found = []
+    for now in range(3, 100):
+        here.register(card("d0"), me(), now)
+        assert here.heartbeat(heartbeat(draining=True, progress_age_s=60.0 + now), me(), now) is None
+        assert worker(here).left, "it said that it drains"
+        found += [now for _ in here.overdue(now)]
+    assert found == [71], "a step's time after the deadline"
+
+
 def test_a_draining_worker_lives_and_gets_nothing() -> None:
     here = registry()
     here.register(card("d0"), me(), 0.0)
