@@ -84,7 +84,7 @@ def _report(folder: Folder, out: Path, asked: Asked) -> int:
         "cells": [asdict(cell) for cell in cells],
     }
     (out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
-    drawn = [] if why_no_picture() else plots.draw(cells, asked.curve_rates, out)
+    drawn = [] if why_no_picture() else plots.draw(cells, asked, out)
     print("\n" + ", ".join(map(str, [out / "figures.json", *drawn])))
     return 0
 

@@ -55,6 +55,11 @@ class Asked:
         return f"ttft:{self.ttft_ms:g}", f"itl:{self.itl_ms:g}"
 
     @property
+    def in_time(self) -> str:
+        """The same in words."""
+        return f"TTFT ≤ {self.ttft_ms:g} ms and every gap ≤ {self.itl_ms:g} ms"
+
+    @property
     def tiers(self) -> str:
         """The same as configuration of a kvferry: it is told what is wanted of it, where that is asked for; the other
         side's answer to that is the best of its budgets. Who asks for throughput alone asks for no promise, and is

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.against_peer.asked import Asked
 from bench.against_peer.figures import Cell, load_name, pooled_goodput, values
 from bench.against_peer.plan import VLLM_BUDGETS
 from bench.against_peer.search import WANTED
@@ -15,17 +16,19 @@ from bench.load.statistics import wilson
 OURS, THEIRS = "#d6336c", "#1c7ed6"
 
 
-def draw(cells: Sequence[Cell], curve_rates: Sequence[float], folder: Path) -> list[Path]:
+def draw(cells: Sequence[Cell], asked: Asked, folder: Path) -> list[Path]:
     """Files drawn, for the parts that were measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     drawn = []
-    measured = [rate for rate in curve_rates if any(cell.load == load_name("curve", rate) for cell in cells)]
+    measured = [
+        rate for rate in asked.curve_rates if any(cell.load == load_name("curve", rate) for cell in cells)
+    ]
     if measured:
         drawn.append(_trade_off(cells, measured, folder / "trade_off.png"))
     if any(cell.load.startswith("goodput@") for cell in cells):
-        drawn.append(_goodput(cells, folder / "goodput.png"))
+        drawn.append(_goodput(cells, asked.in_time, folder / "goodput.png"))
     return drawn
 
 
@@ -60,7 +63,7 @@ def _line(axes: Any, points: Sequence[tuple[str, float, float]], color: str, lab
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8)
 
 
-def _goodput(cells: Sequence[Cell], path: Path) -> Path:
+def _goodput(cells: Sequence[Cell], in_time: str, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
@@ -74,9 +77,7 @@ def _goodput(cells: Sequence[Cell], path: Path) -> Path:
         name, color = (side, OURS) if pools else (f"{side} {setting}", None)
         axes.errorbar(list(points), shares, yerr=spread, fmt=f"o{style}", color=color, capsize=3, label=name)
     axes.axhline(WANTED, color="gray", linewidth=0.8)
-    axes.set(
-        xlabel="requests/s offered", ylabel="share with TTFT ≤ 500 ms and every gap ≤ 75 ms", ylim=(0, 1.02)
-    )
+    axes.set(xlabel="requests/s offered", ylabel=f"share with {in_time}", ylim=(0, 1.02))
     axes.set_xlim(left=0)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return _save(figure, path)

@@ -233,11 +233,11 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cells = [cell("vllm", name, 1, "curve@2.5", ttft_p50_ms=9.0, itl_p99_ms=9.0) for name in ("64", "other")]
     cells.append(cell("kvferry", "pools", 1, "curve@2.5", ttft_p50_ms=5.0, itl_p99_ms=5.0))
-    assert [path.name for path in draw(cells, (2.5, 3.5), tmp_path)] == ["trade_off.png"]
+    assert [path.name for path in draw(cells, Asked(), tmp_path)] == ["trade_off.png"]
     cells.append(cell("kvferry", "pools", 1, "goodput@4", attained=9, judged=10))
     cells.append(cell("kvferry", "pools", 1, "goodput@2", attained=120, judged=120))
     cells.append(cell("kvferry", "static", 1, "goodput@2", attained=0, judged=120))
-    drawn = draw(cells, (2.5, 3.5), tmp_path)
+    drawn = draw(cells, Asked(), tmp_path)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn) and len(drawn) == 2
 
 
