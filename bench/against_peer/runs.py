@@ -20,10 +20,8 @@ from bench.against_peer.plan import BATCH, Part, Session, Side, Sizes, sessions_
 from bench.against_peer.search import next_rate, pooled
 from bench.against_peer.servers import Target, free_port, kvferry_command, running, vllm_command
 
-POINT_LIMIT_S = (
-    90.0  # a goodput point takes no longer (times the time scale), at low rates by fewer requests …
-)
-LEAST_REQUESTS = 20  # … but so many
+POINT_LIMIT_S = 90.0  # times the time scale: at low rates a goodput point has fewer requests …
+LEAST_REQUESTS = 20  # … but at least so many
 OPENVINO_LIMIT_S = 600.0
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import alive
+from tests.processes import alive, command_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
@@ -151,6 +151,11 @@ class Service(Api):
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
                 found += [int(child) for child in task.read_text().split()]
         return found[1:]
+
+    def coordinator(self) -> int:
+        """Its process id."""
+        (pid,) = (pid for pid in self.descendants() if "coordinator" in command_of(pid))
+        return pid
 
     def stop(self) -> None:
         """SIGTERM: exit code 0 and nobody left behind."""

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.listener import Heard, listen, until
 from tests.e2e.service import Service, completion, serving
-from tests.processes import alive, command_of
+from tests.processes import alive
 
 BLOCKS = 40
 
@@ -85,7 +85,7 @@ def test_BR_142_ctrl_c_twice_when_busy(small: Service, text_ids: list[int]) -> N
     """Whoever runs or waits hears why, and all is gone in five seconds; also where the coordinator gets to run only
     once it has both signals. Last in this file: the service is gone."""
     children = small.descendants()
-    (coordinator,) = (pid for pid in children if "coordinator" in command_of(pid))
+    coordinator = small.coordinator()
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(6) as threads:
 

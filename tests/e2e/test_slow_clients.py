@@ -61,10 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterato
 @pytest.fixture(scope="module")
 def coordinator(tiny: Service) -> int:
     """Its process id."""
-    for pid in tiny.descendants():
-        if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return pid
-    raise AssertionError("no coordinator")
+    return tiny.coordinator()
 
 
 def rss_bytes(pid: int) -> int:
